@@ -1,0 +1,58 @@
+"""Linear Log-Normal (LLN) attention for PyTorch (arXiv:2311.13541).
+
+Public names load on first use, so ``import lln`` costs nothing until something is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from lln import moments, nn
+    from lln.functional import attention, attention_varlen, prefill
+    from lln.moments import match_moments
+    from lln.ops.dispatch import which
+    from lln.ops.state import State, read, summarize
+
+_PUBLIC = {
+    "attention": "lln.functional",
+    "attention_varlen": "lln.functional",
+    "prefill": "lln.functional",
+    "summarize": "lln.ops.state",
+    "read": "lln.ops.state",
+    "State": "lln.ops.state",
+    "match_moments": "lln.moments",
+    "which": "lln.ops.dispatch",
+}
+_MODULES = ("moments", "nn")
+
+__all__ = [
+    "State",
+    "attention",
+    "attention_varlen",
+    "match_moments",
+    "moments",
+    "nn",
+    "prefill",
+    "read",
+    "summarize",
+    "which",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"lln.{name}")
+    else:
+        raise AttributeError(f"module 'lln' has no attribute {name!r}; it has {', '.join(__all__)}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,168 @@
+"""Every op as the paper writes it: O(N²), any dtype. The oracle of the tests; read it first.
+
+All functions take the set of visible pairs as a boolean matrix made by :func:`visible`, so that
+masks, causality and blocks are stated once and cannot differ between ops. ``alpha`` is ``[B, H]``,
+``beta`` is ``[B, Hkv]``; query head h reads key head h // (H / Hkv).
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+def visible(
+    queries: int,
+    keys: int,
+    *,
+    key_mask: Bool[Tensor, "B M"] | None = None,
+    is_causal: bool = False,
+    block: int | None = None,
+    device: torch.device | str | None = None,
+) -> Bool[Tensor, "#B 1 N M"]:
+    """Which query sees which key: position i + M − N sees j (bottom-right alignment)."""
+    i = torch.arange(queries, device=device)[:, None] + keys - queries
+    j = torch.arange(keys, device=device)[None, :]
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    if is_causal:
+        seen = seen & (j <= i)
+    if block is not None:
+        same = i.div(block, rounding_mode="floor") == j.div(block, rounding_mode="floor")
+        seen = seen & same
+    seen = seen[None, None]
+    return seen if key_mask is None else seen & key_mask[:, None, None, :]
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Give every query head its key head: ``[B, Hkv, ...] -> [B, H, ...]``."""
+    return x.repeat_interleave(heads // max(x.shape[1], 1), dim=1)
+
+
+def lln_scores(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B Hkv M D"],
+    *,
+    alpha: Float[Tensor, "B H"],
+    beta: Float[Tensor, "B Hkv"],
+    normalize_keys: bool = False,
+) -> Float[Tensor, "B H N M"]:
+    """ln Σ_l exp(α q_il + β k_jl): the logarithm of the numerator of eq. (9).
+
+    With ``normalize_keys`` the key features are log_softmax_l(β k_jl): the unbiased variant.
+    """
+    features = beta[..., None, None] * k
+    if normalize_keys:
+        features = torch.log_softmax(features, dim=-1)
+    features = repeat_heads(features, q.shape[1])
+    queries = alpha[..., None, None] * q
+    if q.shape[2] == 0:
+        return queries.new_zeros(*q.shape[:3], k.shape[2])
+    rows = [  # one query at a time: the N×M×D array is never built
+        torch.logsumexp(queries[:, :, i, None, :] + features, dim=-1) for i in range(q.shape[2])
+    ]
+    return torch.stack(rows, dim=2)
+
+
+def softmax_scores(
+    q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv M D"], *, scale: float
+) -> Float[Tensor, "B H N M"]:
+    """scale · q_iᵀk_j, the exponent of eq. (2)."""
+    return q @ repeat_heads(k, q.shape[1]).transpose(-1, -2) * scale
+
+
+def normalize_rows(
+    scores: Float[Tensor, "B H N M"], seen: Bool[Tensor, "#B 1 N M"]
+) -> Float[Tensor, "B H N M"]:
+    """Softmax over the visible keys, eq. (6) and (9); a row that sees no key is zero."""
+    if scores.shape[-1] == 0:
+        return scores
+    p = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)
+    return p.masked_fill(~seen.any(-1, keepdim=True), 0).masked_fill(~seen, 0)
+
+
+def attend(
+    p: Float[Tensor, "B H N M"],
+    v: Float[Tensor, "B Hkv M E"],
+    key_mask: Bool[Tensor, "B M"] | None = None,
+) -> Float[Tensor, "B H N E"]:
+    """Σ_j P_ij v_j; the content of masked keys is ignored, NaN included."""
+    if key_mask is not None:
+        v = v.masked_fill(~key_mask[:, None, :, None], 0)
+    return p @ repeat_heads(v, p.shape[1])
+
+
+def lln_matrix(
+    q: Tensor,
+    k: Tensor,
+    *,
+    alpha: Float[Tensor, "B H"],
+    beta: Float[Tensor, "B Hkv"],
+    key_mask: Bool[Tensor, "B M"] | None = None,
+    is_causal: bool = False,
+    normalize_keys: bool = False,
+) -> Float[Tensor, "B H N M"]:
+    """P of eq. (9), the sum restricted to visible keys."""
+    seen = visible(q.shape[2], k.shape[2], key_mask=key_mask, is_causal=is_causal, device=q.device)
+    if key_mask is not None:
+        k = k.masked_fill(~key_mask[:, None, :, None], 0)
+    scores = lln_scores(q, k, alpha=alpha, beta=beta, normalize_keys=normalize_keys)
+    return normalize_rows(scores, seen)
+
+
+def block_diagonal_matrix(
+    q: Tensor,
+    k: Tensor,
+    *,
+    block: int,
+    scale: float,
+    key_mask: Bool[Tensor, "B M"] | None = None,
+    is_causal: bool = False,
+) -> Float[Tensor, "B H N M"]:
+    """Softmax attention inside blocks of ``block`` positions (Fig. 3, right branch)."""
+    seen = visible(
+        q.shape[2], k.shape[2], key_mask=key_mask, is_causal=is_causal, block=block, device=q.device
+    )
+    if key_mask is not None:
+        k = k.masked_fill(~key_mask[:, None, :, None], 0)
+    return normalize_rows(softmax_scores(q, k, scale=scale), seen)
+
+
+def lln_bidirectional(q, k, v, *, alpha, beta, key_mask=None, normalize_keys=False) -> Tensor:
+    """LLN attention, eq. (8)."""
+    p = lln_matrix(q, k, alpha=alpha, beta=beta, key_mask=key_mask, normalize_keys=normalize_keys)
+    return attend(p, v, key_mask)
+
+
+def lln_causal(q, k, v, *, alpha, beta, key_mask=None, normalize_keys=False) -> Tensor:
+    """LLN attention, eq. (8) with the sum restricted to j ≤ i + M − N."""
+    p = lln_matrix(
+        q,
+        k,
+        alpha=alpha,
+        beta=beta,
+        key_mask=key_mask,
+        is_causal=True,
+        normalize_keys=normalize_keys,
+    )
+    return attend(p, v, key_mask)
+
+
+def block_diagonal(q, k, v, *, block, scale, key_mask=None, is_causal=False) -> Tensor:
+    """The block-diagonal softmax branch of Fig. 3."""
+    p = block_diagonal_matrix(
+        q, k, block=block, scale=scale, key_mask=key_mask, is_causal=is_causal
+    )
+    return attend(p, v, key_mask)
+
+
+def lln_diag(
+    q, k, v, *, alpha, beta, block, scale, key_mask=None, is_causal=False, normalize_keys=False
+) -> Tensor:
+    """LLN+Diag of Fig. 3: the average of the two branches."""
+    lln = lln_causal if is_causal else lln_bidirectional
+    linear = lln(q, k, v, alpha=alpha, beta=beta, key_mask=key_mask, normalize_keys=normalize_keys)
+    local = block_diagonal(
+        q, k, v, block=block, scale=scale, key_mask=key_mask, is_causal=is_causal
+    )
+    return (linear + local) / 2
