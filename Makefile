@@ -1,0 +1,63 @@
+# Everything here works in a fresh clone with Python >= 3.10 and make.
+#   make PYTHON=python3.12 install     another interpreter
+#   make JOBS=8 test                   more test processes
+
+PYTHON ?= python3
+JOBS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# A GPU machine often brings its own torch: without .venv the system's Python runs the GPU suite.
+ANY_PYTHON := $(if $(wildcard $(INSTALLED)),$(BIN)/python,$(PYTHON))
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-slow test-gpu check format bench readme fuzz clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+
+install: $(INSTALLED)  ## create .venv with every extra that tests and command line need
+
+# uv is several times faster than pip; where it cannot be had or fails, pip does the same.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	( $(BIN)/python -m pip install --quiet uv \
+	  && $(if $(PIP_FIND_LINKS),UV_FIND_LINKS="$(PIP_FIND_LINKS)") \
+	     $(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[dev]' ) \
+	|| $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: install  ## what LLN attention does, in two minutes: runs/demo/report.html
+	$(BIN)/lln demo
+
+test: install  ## all fast tests
+	$(PYTEST)
+
+test-slow: install  ## the tests that take minutes of computation
+	$(PYTEST) -m 'slow and not gpu'
+
+test-gpu:  ## the tests that need a CUDA device
+	$(ANY_PYTHON) -m pytest -m gpu
+
+check: install  ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+format: install  ## rewrite the files as `make check` wants them
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: install  ## time and memory on this CPU, rows into results/
+	$(BIN)/lln bench
+
+readme: install  ## rewrite the measured block of README.md from results/
+	$(BIN)/python -m lln.report.readme
+
+fuzz: install  ## the property tests with many more examples
+	HYPOTHESIS_PROFILE=fuzz $(PYTEST) tests/test_properties.py
+
+clean:  ## remove what was generated; .venv and results/ stay
+	rm -rf build dist runs .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find lln tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,29 @@
+"""Files that are either complete or absent: written beside their place and moved there at once."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_text(path: str | os.PathLike[str], content: str) -> Path:
+    """Write ``content`` to ``path``; a reader sees the old file or the new one, never a part.
+
+    Parent folders are made. The temporary file lies in the same folder, because a move is only
+    atomic within one file system; it is removed if writing fails.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return target
