@@ -1,0 +1,59 @@
+"""Plots: valid SVG, the same every time, colours and ids fit for a page."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+
+from lln.report.figures import INK, SERIES, Axis, Series, line_plot, short_number
+
+
+def draw(name: str = "one", **options) -> str:
+    curves = [
+        Series("softmax <&>", [512, 1024, 2048], [1.0, 4.0, 16.0]),
+        Series("LLN", [512, 1024, 2048], [1.0, 2.0, 4.0], error=[0.1, 0.1, 0.1]),
+    ]
+    axes = {"x": Axis("N", log=True, ticks=[512, 1024, 2048]), "y": Axis("ms", log=True)}
+    return line_plot(name, curves, title="Time", **{**axes, **options})
+
+
+def test_the_drawing_is_one_svg_element_with_its_labels():
+    root = ElementTree.fromstring(draw())
+    assert root.tag.endswith("svg")
+    assert root.get("width") is None and root.get("viewBox") is not None
+    words = "".join(root.itertext())
+    for expected in ("softmax <&>", "LLN", "Time", "512", "1k", "2k"):
+        assert expected in words
+
+
+def test_the_same_values_give_the_same_text():
+    assert draw() == draw()
+
+
+def test_no_marker_colour_is_left_and_the_page_decides():
+    svg = draw()
+    for colour in (INK, *SERIES):
+        assert colour not in svg
+    assert "var(--series-1, " in svg and "var(--series-2, " in svg and "var(--ink, " in svg
+
+
+def test_ids_of_two_drawings_differ_and_references_resolve():
+    first, second = draw("first"), draw("second")
+    ids = [set(re.findall(r'\bid="([^"]+)"', svg)) for svg in (first, second)]
+    assert ids[0] and not ids[0] & ids[1]
+    used = set(re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', first))
+    assert used and {a or b for a, b in used} <= ids[0]
+
+
+def test_a_screen_reader_gets_the_description():
+    assert 'aria-label="a &quot;quoted&quot; &lt;word&gt;"' in draw(description='a "quoted" <word>')
+
+
+def test_numbers_on_axes_are_short():
+    assert [short_number(x) for x in (0.25, 512, 1024, 65_536, 30_000)] == [
+        "0.25",
+        "512",
+        "1k",
+        "64k",
+        "30k",
+    ]
