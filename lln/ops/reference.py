@@ -7,9 +7,22 @@ masks, causality and blocks are stated once and cannot differ between ops. ``alp
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from lln.protocols import Call, compute_dtype
+
+
+def refuses(call: Call) -> str | None:
+    """The reference has no options: no dropout, no learned mix, no carried state."""
+    if call.needs:
+        return f"the O(N²) reference does not know {', '.join(sorted(call.needs))}"
+    return None
 
 
 def visible(
@@ -57,7 +70,7 @@ def lln_scores(
     features = repeat_heads(features, q.shape[1])
     queries = alpha[..., None, None] * q
     if q.shape[2] == 0:
-        return queries.new_zeros(*q.shape[:3], k.shape[2])
+        return queries @ features.transpose(-1, -2)  # [B, H, 0, M], still part of the graph
     rows = [  # one query at a time: the N×M×D array is never built
         torch.logsumexp(queries[:, :, i, None, :] + features, dim=-1) for i in range(q.shape[2])
     ]
@@ -128,13 +141,26 @@ def block_diagonal_matrix(
     return normalize_rows(softmax_scores(q, k, scale=scale), seen)
 
 
-def lln_bidirectional(q, k, v, *, alpha, beta, key_mask=None, normalize_keys=False) -> Tensor:
+def _rounded_once(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compute in float32 or wider and return the dtype of q."""
+
+    @functools.wraps(op)
+    def wide(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        dtype = compute_dtype(q, k, v)
+        return op(q.to(dtype), k.to(dtype), v.to(dtype), **options).to(q.dtype)
+
+    return wide
+
+
+@_rounded_once
+def bidirectional(q, k, v, *, alpha, beta, key_mask=None, normalize_keys=False) -> Tensor:
     """LLN attention, eq. (8)."""
     p = lln_matrix(q, k, alpha=alpha, beta=beta, key_mask=key_mask, normalize_keys=normalize_keys)
     return attend(p, v, key_mask)
 
 
-def lln_causal(q, k, v, *, alpha, beta, key_mask=None, normalize_keys=False) -> Tensor:
+@_rounded_once
+def causal(q, k, v, *, alpha, beta, key_mask=None, normalize_keys=False) -> Tensor:
     """LLN attention, eq. (8) with the sum restricted to j ≤ i + M − N."""
     p = lln_matrix(
         q,
@@ -148,6 +174,7 @@ def lln_causal(q, k, v, *, alpha, beta, key_mask=None, normalize_keys=False) -> 
     return attend(p, v, key_mask)
 
 
+@_rounded_once
 def block_diagonal(q, k, v, *, block, scale, key_mask=None, is_causal=False) -> Tensor:
     """The block-diagonal softmax branch of Fig. 3."""
     p = block_diagonal_matrix(
@@ -156,11 +183,12 @@ def block_diagonal(q, k, v, *, block, scale, key_mask=None, is_causal=False) -> 
     return attend(p, v, key_mask)
 
 
+@_rounded_once
 def lln_diag(
     q, k, v, *, alpha, beta, block, scale, key_mask=None, is_causal=False, normalize_keys=False
 ) -> Tensor:
     """LLN+Diag of Fig. 3: the average of the two branches."""
-    lln = lln_causal if is_causal else lln_bidirectional
+    lln = causal if is_causal else bidirectional
     linear = lln(q, k, v, alpha=alpha, beta=beta, key_mask=key_mask, normalize_keys=normalize_keys)
     local = block_diagonal(
         q, k, v, block=block, scale=scale, key_mask=key_mask, is_causal=is_causal

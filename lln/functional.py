@@ -1,0 +1,261 @@
+"""LLN attention as a function: argument checks, statistics, choice of op."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lln import moments
+from lln.ops.arguments import as_scale, check_mask, check_positive_int, check_qkv
+from lln.ops.bidirectional import bidirectional
+from lln.ops.causal import causal
+from lln.ops.lln_diag import lln_diag
+from lln.ops.state import State, read, summarize
+from lln.ops.varlen import check_packed, packed_standard_deviations, varlen
+
+if TYPE_CHECKING:
+    from lln.moments import MomentFit
+
+    Method = str | MomentFit
+
+
+def attention(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B Hkv M D"],
+    v: Float[Tensor, "B Hkv M E"],
+    *,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    key_mask: Bool[Tensor, "B M"] | None = None,
+    query_mask: Bool[Tensor, "B N"] | None = None,
+    is_causal: bool = False,
+    diag_block: int | None = None,
+    scale: float | None = None,
+    method: Method = "paper",
+    normalize_keys: bool = False,
+    impl: str | None = None,
+) -> Float[Tensor, "B H N E"]:
+    r"""Linear Log-Normal attention in O((N + M) D E) time; called like SDPA.
+
+    Eq. (8) of arXiv:2311.13541, with phi_q(x) = exp(alpha x), phi_k(x) = exp(beta x) elementwise:
+        out_i = sum_j phi_q(q_i)·phi_k(k_j) v_j / sum_j phi_q(q_i)·phi_k(k_j)
+
+    Args:
+        alpha, beta: Numbers, ``[H]`` / ``[Hkv]`` or ``[B, H]`` / ``[B, Hkv]``; both or neither.
+            Gradients flow to tensors. Left out, they are measured from q and k per sample and head
+            and matched by ``method``, as constants of the backward pass.
+        key_mask: True = may be attended. Masking a key equals leaving it out.
+        query_mask: True = a real query. Only used to measure the queries' statistics: outputs of
+            masked queries are computed all the same.
+        is_causal: Query i sees keys j <= i + M − N. alpha and beta are then required.
+        diag_block: Average with softmax attention inside blocks of this many positions: LLN+Diag.
+        scale: Of the block-diagonal branch; 1/sqrt(D) by default.
+        method: "paper", "variance", "entropy" or a :class:`lln.moments.MomentFit`.
+        normalize_keys: Use log_softmax_l(beta k_j) as key features: the unbiased variant.
+        impl: "triton", "eager" or "reference"; None takes the fastest that accepts the tensors.
+
+    Returns:
+        Same dtype as ``q``; 0 for queries that see no key. Sums are kept in float32 or wider.
+
+    Numerics: computed as a product of two softmaxes, equal to eq. (8) exactly; there is no eps and
+    nothing to overflow.
+
+    Example:
+        >>> out = lln.attention(q, k, v, key_mask=mask)     # [8, 12, 4096, 64] -> the same
+    """
+    q, k, v = _autocast(q, k, v)
+    check_qkv(q, k, v)
+    check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k)
+    check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q)
+    scales = _scales(q, k, alpha, beta, key_mask, query_mask, is_causal, method, normalize_keys)
+    options = {
+        "alpha": scales[0],
+        "beta": scales[1],
+        "key_mask": key_mask,
+        "normalize_keys": normalize_keys,
+        "impl": impl,
+    }
+    if diag_block is not None:
+        block = {"block": diag_block, "scale": _block_scale(scale, diag_block, q.shape[-1])}
+        return lln_diag(q, k, v, is_causal=is_causal, **block, **options)
+    return (causal if is_causal else bidirectional)(q, k, v, **options)
+
+
+def attention_varlen(
+    q: Float[Tensor, "T H D"],
+    k: Float[Tensor, "Tk Hkv D"],
+    v: Float[Tensor, "Tk Hkv E"],
+    cu_seqlens_q: Int[Tensor, " S1"],
+    cu_seqlens_k: Int[Tensor, " S1"] | None = None,
+    *,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    key_mask: Bool[Tensor, " Tk"] | None = None,
+    query_mask: Bool[Tensor, " T"] | None = None,
+    is_causal: bool = False,
+    diag_block: int | None = None,
+    scale: float | None = None,
+    method: Method = "paper",
+    normalize_keys: bool = False,
+    impl: str | None = None,
+) -> Float[Tensor, "T H E"]:
+    r"""LLN attention of sequences packed one after the other, without padding.
+
+    Sequence s holds queries ``cu_seqlens_q[s]:cu_seqlens_q[s+1]`` and the keys of the same range of
+    ``cu_seqlens_k`` (of ``cu_seqlens_q`` if left out), as in FlashAttention. The result equals
+    :func:`attention` on each sequence by itself; see there for the options. ``alpha`` and ``beta``
+    may also be ``[S, H]`` and ``[S, Hkv]``.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: ``[S + 1]`` int32 or int64, starting at 0, never decreasing,
+            ending at the number of tokens. Values are checked for CPU tensors.
+        key_mask, query_mask: ``[T]``, True = may be attended / a real query.
+
+    Example:
+        >>> cu = torch.tensor([0, 100, 350])                       # two sequences
+        >>> out = lln.attention_varlen(q, k, v, cu)                # [350, 12, 64] -> [350, 12, 64]
+    """
+    q, k, v = _autocast(q, k, v)
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, key_mask, query_mask)
+    _check_pair(alpha, beta, is_causal)
+    sequences, heads, key_heads = len(cu_seqlens_q) - 1, q.shape[1], k.shape[1]
+    if alpha is None or beta is None:
+        sigma_q, sigma_k = packed_standard_deviations(
+            q, k, cu_seqlens_q, cu_seqlens_k, key_mask=key_mask, query_mask=query_mask
+        )
+        alpha, beta = moments.match_moments(
+            sigma_q, sigma_k, q.shape[-1], method=method, normalize_keys=normalize_keys
+        )
+        alpha = alpha.repeat_interleave(heads // key_heads, dim=1)
+    return varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        alpha=as_scale("alpha", alpha, sequences, heads, q),
+        beta=as_scale("beta", beta, sequences, key_heads, k),
+        key_mask=key_mask,
+        block=diag_block,
+        scale=1.0 if diag_block is None else _block_scale(scale, diag_block, q.shape[-1]),
+        is_causal=is_causal,
+        normalize_keys=normalize_keys,
+        impl=impl,
+    )
+
+
+def prefill(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B Hkv N D"],
+    v: Float[Tensor, "B Hkv N E"],
+    state: State | None = None,
+    *,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    key_mask: Bool[Tensor, "B N"] | None = None,
+    normalize_keys: bool = False,
+    impl: str | None = None,
+) -> tuple[Float[Tensor, "B H N E"], State]:
+    r"""Causal LLN attention over the next tokens of a stream: state in, outputs and state out.
+
+    Feeding a sequence in pieces of any size, down to single tokens (decoding), gives the same
+    outputs as one causal :func:`attention` over all of it, at O(D E) memory per head.
+
+    Args:
+        state: What came before; None at the start of the stream.
+        alpha, beta: As in :func:`attention`; required, since statistics must not see the future.
+
+    Example:
+        >>> out, state = lln.prefill(q, k, v, alpha=2.0, beta=2.0)             # the prompt
+        >>> out, state = lln.prefill(q1, k1, v1, state, alpha=2.0, beta=2.0)   # one more token
+    """
+    q, k, v = _autocast(q, k, v)
+    check_qkv(q, k, v)
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"q has {q.shape[2]} tokens but k has {k.shape[2]}; prefill takes the queries and keys "
+            "of the same new tokens, earlier keys come with state="
+        )
+    check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k)
+    scales = {
+        "alpha": as_scale("alpha", alpha, q.shape[0], q.shape[1], q),
+        "beta": as_scale("beta", beta, k.shape[0], k.shape[1], k),
+    }
+    added = summarize(k, v, beta=scales["beta"], key_mask=key_mask, normalize_keys=normalize_keys)
+    after = added if state is None else state.merge(added)
+    if q.shape[2] == 1 and impl is None:
+        return read(q, after, alpha=scales["alpha"]), after
+    out = causal(
+        q,
+        k,
+        v,
+        **scales,
+        key_mask=key_mask,
+        normalize_keys=normalize_keys,
+        state=state,
+        impl=impl,
+    )
+    return out, after
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as scaled_dot_product_attention does under autocast: everything but float64."""
+    first = tensors[0]
+    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(
+        x.to(dtype)
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        else x
+        for x in tensors
+    )
+
+
+def _check_pair(alpha: object, beta: object, is_causal: bool) -> None:
+    if (alpha is None) != (beta is None):
+        given, missing = ("beta", "alpha") if alpha is None else ("alpha", "beta")
+        raise ValueError(
+            f"{given} was given without {missing}; pass both, e.g. from lln.match_moments, "
+            "or neither to have them measured"
+        )
+    if is_causal and alpha is None:
+        raise ValueError(
+            "is_causal=True needs alpha and beta: measured from the whole sequence they would let "
+            "the future leak into the past. Pass constants, e.g. alpha, beta = "
+            "lln.match_moments(sigma_q, sigma_k, head_dim) from calibration data, or use "
+            "lln.nn.LLNAttention(..., causal=True, statistics='running')"
+        )
+
+
+def _scales(
+    q, k, alpha, beta, key_mask, query_mask, is_causal, method, normalize_keys
+) -> tuple[Tensor, Tensor]:
+    _check_pair(alpha, beta, is_causal)
+    if alpha is not None:
+        return (
+            as_scale("alpha", alpha, q.shape[0], q.shape[1], q),
+            as_scale("beta", beta, k.shape[0], k.shape[1], k),
+        )
+    return moments.calibrate(
+        q,
+        k,
+        key_mask=key_mask,
+        query_mask=query_mask,
+        method=method,
+        normalize_keys=normalize_keys,
+    )
+
+
+def _block_scale(scale: float | None, block: int, width: int) -> float:
+    check_positive_int("diag_block", block)
+    if scale is None:
+        return width**-0.5
+    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ValueError(f"scale={scale!r} must be a finite number, 1/sqrt(head size) by default")
+    return float(scale)

@@ -1,0 +1,157 @@
+"""Argument checks shared by the public functions: what is wrong, its value, and what to do.
+
+Shapes, dtypes and devices are always checked. Values are checked for Python numbers and CPU
+tensors only: looking at a value on another device would wait for that device.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from lln.protocols import FLOATING, compute_dtype
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q ``[B,H,N,D]``, k ``[B,Hkv,M,D]``, v ``[B,Hkv,M,E]``: one dtype, one device, H % Hkv = 0."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_floating(name, x)
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}; pass [batch, heads, tokens, width] "
+                "(use .unflatten and .transpose(1, 2) on a projection)"
+            )
+    check_alike("q", q, "k", k)
+    check_alike("q", q, "v", v)
+    check_key_value(k, v)
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"q has batch size {q.shape[0]}, k and v have {k.shape[0]}; they must be equal"
+        )
+    check_heads(q, k.shape[1], k.shape[3])
+
+
+def check_key_value(k: Tensor, v: Tensor) -> None:
+    """One value per key: ``[B, Hkv, M]`` agree."""
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"k has shape {list(k.shape)} but v has {list(v.shape)}; batch, heads and tokens "
+            "must be equal, one value per key"
+        )
+    if k.shape[3] == 0 or v.shape[3] == 0:
+        raise ValueError(f"k has width {k.shape[3]} and v {v.shape[3]}; both must be positive")
+
+
+def check_heads(q: Tensor, key_heads: int, width: int) -> None:
+    """The heads of q are a multiple of the key heads, the widths are equal."""
+    if key_heads == 0 or q.shape[1] % key_heads:
+        raise ValueError(
+            f"q has {q.shape[1]} heads, which is not a multiple of the {key_heads} key heads; "
+            "query head h reads key head h // (H / Hkv)"
+        )
+    if q.shape[3] != width:
+        raise ValueError(f"q has width {q.shape[3]} but the keys have {width}; they must be equal")
+
+
+def check_floating(name: str, x: object) -> None:
+    """A floating-point tensor, or TypeError."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; pass a torch.Tensor")
+    if x.dtype not in FLOATING:
+        raise TypeError(
+            f"{name} has dtype {x.dtype}; pass float16, bfloat16, float32 or float64, "
+            f"e.g. {name}.float()"
+        )
+
+
+def check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """Same dtype and device."""
+    if x.dtype != other.dtype:
+        raise TypeError(
+            f"{name} is {x.dtype} but {other_name} is {other.dtype}; "
+            f"convert one of them, e.g. {other_name}.to({x.dtype})"
+        )
+    if x.device != other.device:
+        raise ValueError(
+            f"{name} is on {x.device} but {other_name} on {other.device}; "
+            f"move one of them, e.g. {other_name}.to({str(x.device)!r})"
+        )
+
+
+def check_mask(name: str, mask: Tensor | None, batch: int, tokens: int, like: Tensor) -> None:
+    """A bool ``[B, tokens]`` mask on the device of ``like``; True = may be attended."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} is a {type(mask).__name__}; pass a bool tensor [batch, tokens]")
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            f"{name} has dtype {mask.dtype}; pass bool with True = may be attended: "
+            f"{name} != 0 for a 0/1 mask, {name} == 0 for an additive one"
+        )
+    if mask.shape != (batch, tokens):
+        hint = ""
+        if mask.dim() >= 3 or (mask.dim() == 2 and mask.shape[0] == mask.shape[1] == tokens):
+            hint = (
+                "; a mask per query-key pair cannot be applied in linear time: "
+                "use is_causal=True for a triangle, diag_block for blocks, "
+                "attention_varlen for packed sequences"
+            )
+        raise ValueError(
+            f"{name} has shape {list(mask.shape)}; pass [batch, tokens] = [{batch}, {tokens}]{hint}"
+        )
+    if mask.device != like.device:
+        raise ValueError(
+            f"{name} is on {mask.device} but the tensors on {like.device}; "
+            f"pass {name}.to({str(like.device)!r})"
+        )
+
+
+def as_scale(name: str, value: float | Tensor, batch: int, heads: int, like: Tensor) -> Tensor:
+    """``alpha`` or ``beta`` as a tensor ``[B, heads]`` of the compute dtype; gradients flow."""
+    dtype = compute_dtype(like)
+    if not isinstance(value, Tensor):
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(
+                f"{name} is a {type(value).__name__}; pass a number, or a tensor [{heads}] or "
+                f"[{batch}, {heads}]"
+            )
+        _check_scale_values(name, float(value), math.isfinite(value) and value >= 0)
+        return torch.full((1, 1), float(value), dtype=dtype, device=like.device).expand(
+            batch, heads
+        )
+    check_floating(name, value)
+    if value.device != like.device and value.dim() > 0:
+        raise ValueError(
+            f"{name} is on {value.device} but the tensors on {like.device}; "
+            f"pass {name}.to({str(like.device)!r})"
+        )
+    if tuple(value.shape) not in ((), (heads,), (batch, heads)):
+        raise ValueError(
+            f"{name} has shape {list(value.shape)}; pass a number, [heads] = [{heads}] or "
+            f"[batch, heads] = [{batch}, {heads}]"
+        )
+    if value.device.type == "cpu" and not torch.compiler.is_compiling():
+        values = value.detach()
+        good = bool((values.isfinite() & (values >= 0)).all())
+        _check_scale_values(name, values.tolist(), good)
+    return value.to(device=like.device, dtype=dtype).expand(batch, heads)
+
+
+def _check_scale_values(name: str, value: object, good: bool) -> None:
+    if not good:
+        raise ValueError(
+            f"{name}={value} must be finite and not negative; "
+            "take it from lln.match_moments, or about 2 for unit-variance inputs"
+        )
+
+
+def check_positive_int(name: str, value: object) -> None:
+    """An int above zero."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is a {type(value).__name__}; pass an int")
+    if value <= 0:
+        raise ValueError(f"{name}={value} must be positive, e.g. 64")

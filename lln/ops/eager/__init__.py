@@ -1,0 +1,175 @@
+"""Linear-time plain PyTorch: the CPU path, and the fallback everywhere.
+
+Same op names as :mod:`lln.ops`. ``wide`` asks for the compute dtype instead of that of q, so that
+LLN+Diag rounds once, not three times.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lln.ops.eager.block_diagonal import block_diagonal_op
+from lln.ops.eager.causal import causal_op
+from lln.ops.eager.state import merge, read_op, summarize_op
+from lln.ops.eager.varlen import varlen_op
+from lln.protocols import Call
+
+__all__ = [
+    "bidirectional",
+    "block_diagonal",
+    "causal",
+    "lln_diag",
+    "merge",
+    "read",
+    "refuses",
+    "summarize",
+    "varlen",
+]
+
+
+def refuses(call: Call) -> str | None:
+    """Plain PyTorch takes everything."""
+    return None
+
+
+def summarize(k, v, *, beta, key_mask=None, normalize_keys=False) -> tuple[Tensor, Tensor]:
+    """(L, M) of a set of keys in the compute dtype."""
+    return summarize_op(k, v, beta, key_mask, normalize_keys)
+
+
+def read(q, log_mass, mean, *, alpha, slot_dropout=None, wide=False) -> Tensor:
+    """softmax_l(α q + L) · M."""
+    return read_op(q, alpha, log_mass, mean, slot_dropout, wide)
+
+
+def bidirectional(
+    q, k, v, *, alpha, beta, key_mask=None, normalize_keys=False, slot_dropout=None, wide=False
+) -> Tensor:
+    """Every query reads the summary of all keys."""
+    log_mass, mean = summarize(k, v, beta=beta, key_mask=key_mask, normalize_keys=normalize_keys)
+    return read(q, log_mass, mean, alpha=alpha, slot_dropout=slot_dropout, wide=wide)
+
+
+def causal(
+    q,
+    k,
+    v,
+    *,
+    alpha,
+    beta,
+    key_mask=None,
+    normalize_keys=False,
+    state=None,
+    slot_dropout=None,
+    wide=False,
+) -> Tensor:
+    """Query i sees keys j ≤ i + M − N, and the keys of ``state`` before them.
+
+    Keys before the first query's position join the state; queries before the first key read the
+    state alone; what is left is a square problem.
+    """
+    options = {"beta": beta, "normalize_keys": normalize_keys}
+    if state is None:
+        none = slice(0, 0)
+        log_mass, mean = summarize(k[:, :, none], v[:, :, none], **options)
+    else:
+        log_mass, mean = state.log_mass, state.mean
+    early = max(k.shape[2] - q.shape[2], 0)
+    if early:
+        mask = None if key_mask is None else key_mask[:, :early]
+        prefix = summarize(k[:, :, :early], v[:, :, :early], key_mask=mask, **options)
+        log_mass, mean = merge(log_mass, mean, *prefix)
+        k, v = k[:, :, early:], v[:, :, early:]
+        key_mask = None if key_mask is None else key_mask[:, early:]
+    blind = q.shape[2] - k.shape[2]
+    drops = (None, None)
+    if slot_dropout is not None:
+        drops = slot_dropout[:, :, :blind], slot_dropout[:, :, blind:]
+    out, _ = causal_op(
+        q[:, :, blind:], k, v, alpha, beta, key_mask, log_mass, mean, drops[1], normalize_keys, wide
+    )
+    if not blind:
+        return out
+    first = read(q[:, :, :blind], log_mass, mean, alpha=alpha, slot_dropout=drops[0], wide=wide)
+    return torch.cat([first, out], dim=2)
+
+
+def lln_diag(
+    q,
+    k,
+    v,
+    *,
+    alpha,
+    beta,
+    block,
+    scale,
+    key_mask=None,
+    is_causal=False,
+    normalize_keys=False,
+    mix=None,
+    slot_dropout=None,
+    probability_dropout=None,
+) -> Tensor:
+    """mix · LLN + (1 − mix) · block-diagonal softmax; the average if ``mix`` is None."""
+    linear = (causal if is_causal else bidirectional)(
+        q,
+        k,
+        v,
+        alpha=alpha,
+        beta=beta,
+        key_mask=key_mask,
+        normalize_keys=normalize_keys,
+        slot_dropout=slot_dropout,
+        wide=True,
+    )
+    local = block_diagonal(
+        q,
+        k,
+        v,
+        block=block,
+        scale=scale,
+        key_mask=key_mask,
+        is_causal=is_causal,
+        probability_dropout=probability_dropout,
+        wide=True,
+    )
+    weight = 0.5 if mix is None else mix.to(linear.dtype)[:, None, None]
+    return torch.lerp(local, linear, weight).to(q.dtype)
+
+
+def block_diagonal(
+    q,
+    k,
+    v,
+    *,
+    block,
+    scale,
+    key_mask=None,
+    is_causal=False,
+    probability_dropout=None,
+    wide=False,
+) -> Tensor:
+    """Softmax attention inside blocks."""
+    return block_diagonal_op(q, k, v, key_mask, probability_dropout, block, scale, is_causal, wide)
+
+
+def varlen(
+    q,
+    k,
+    v,
+    cu_q,
+    cu_k,
+    *,
+    alpha,
+    beta,
+    key_mask=None,
+    block=None,
+    scale=1.0,
+    is_causal=False,
+    normalize_keys=False,
+) -> Tensor:
+    """Each packed sequence by itself."""
+    return varlen_op(
+        q, k, v, cu_q, cu_k, alpha, beta, key_mask, block or 0, scale, is_causal, normalize_keys
+    )

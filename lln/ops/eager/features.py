@@ -1,0 +1,78 @@
+"""The scaled features of keys and queries, chunk by chunk, and the guards that keep exp() finite.
+
+Masked keys become −inf features, so that removing a key and masking it are the same arithmetic,
+and whatever the masked slots contained is gone. On a CPU fresh memory costs more than arithmetic,
+so the loops over chunks write into a few buffers that stay in cache (:class:`Scratch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# Elements of a chunk of features: about 2 MB in float32, the size of a core's second-level cache.
+CHUNK_ELEMENTS = 1 << 19
+
+
+def chunks(x: Tensor, multiple: int = 128) -> Iterator[slice]:
+    """Consecutive slices over the tokens of ``x [B, H, N, D]``, each about a cache in size."""
+    length = x.shape[2]
+    per_token = max(1, x.shape[0] * x.shape[1] * x.shape[3])
+    size = max(1, min(CHUNK_ELEMENTS // (per_token * multiple), 32)) * multiple
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
+
+
+class Scratch:
+    """Named buffers that are made once and reused for every chunk of a loop."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self._like, self._dtype = like, dtype
+        self._flat: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        """A contiguous uninitialised tensor; it is overwritten by the next request for ``name``."""
+        size = 1
+        for extent in shape:
+            size *= extent
+        flat = self._flat.get(name)
+        if flat is None or flat.numel() < size:
+            flat = self._flat[name] = self._like.new_empty(size, dtype=self._dtype)
+        return flat[:size].view(shape)
+
+
+def key_features(
+    k: Tensor, beta: Tensor, mask: Tensor | None, normalize_keys: bool, scratch: Scratch
+) -> Tensor:
+    """β k_jl, or log_softmax_l(β k_jl); −inf where ``mask`` is False. ``[B, Hkv, M, D]``."""
+    features = torch.mul(k, beta[..., None, None], out=scratch("features", *k.shape))
+    if normalize_keys:
+        normalized = scratch("normalized", *k.shape)
+        features = torch.log_softmax(features, dim=-1, out=normalized)
+    if mask is not None:
+        features.masked_fill_(~mask[:, None, :, None], -torch.inf)
+    return features
+
+
+def clean_values(v: Tensor, mask: Tensor | None, scratch: Scratch) -> Tensor:
+    """Values in the compute dtype, zero where masked: 0 · NaN would still be NaN."""
+    buffer = scratch("values", *v.shape).copy_(v)
+    return buffer if mask is None else buffer.masked_fill_(~mask[:, None, :, None], 0)
+
+
+def key_gradients(
+    d_features: Tensor, features: Tensor, k: Tensor, beta: Tensor, normalize_keys: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of k and β from the gradient of the features; ``d_features`` is consumed."""
+    if normalize_keys:
+        d_features -= features.exp() * d_features.sum(-1, keepdim=True)
+    products = d_features * k
+    products.masked_fill_(features == -torch.inf, 0)
+    return d_features.mul_(beta[..., None, None]), products.sum((-1, -2))
+
+
+def finite_or_zero(x: Tensor) -> Tensor:
+    """A maximum over nothing is −inf; as a shift inside exp() it must be 0 instead."""
+    return x.masked_fill(x == -torch.inf, 0)

@@ -1,0 +1,163 @@
+"""Packed sequences in plain PyTorch: groups of similar length run as padded batches.
+
+Sequences whose lengths share a power of two are padded together (less than twice the work); their
+padding is masked, which for these ops equals truncation. Sequences whose queries and keys differ in
+number run one by one where positions count, since bottom-right alignment and padding do not mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lln.ops.eager.registry import register
+
+Attend = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Some sequences: their numbers and where their queries and keys stand."""
+
+    members: list[int]
+    queries: list[slice]
+    keys: list[slice]
+
+    def pad(self, x: Tensor, parts: list[slice]) -> Tensor:
+        """``[T, H, D] -> [S, H, longest, D]``, zero where nothing stands."""
+        longest = max(part.stop - part.start for part in parts)
+        padded = x.new_zeros(len(parts), x.shape[1], longest, x.shape[2])
+        for row, part in enumerate(parts):
+            padded[row, :, : part.stop - part.start] = x[part].transpose(0, 1)
+        return padded
+
+    def unpad_(self, target: Tensor, x: Tensor, parts: list[slice]) -> None:
+        """Write ``[S, H, longest, D]`` back into ``[T, H, D]``."""
+        for row, part in enumerate(parts):
+            target[part] = x[row, :, : part.stop - part.start].transpose(0, 1)
+
+    def key_mask(self, key_mask: Tensor | None, device: torch.device) -> Tensor:
+        """True where a valid key stands, ``[S, longest]``."""
+        longest = max(part.stop - part.start for part in self.keys)
+        mask = torch.zeros(len(self.keys), longest, dtype=torch.bool, device=device)
+        for row, part in enumerate(self.keys):
+            length = part.stop - part.start
+            mask[row, :length] = True if key_mask is None else key_mask[part]
+        return mask
+
+
+def _groups(cu_q: Tensor, cu_k: Tensor, positions_count: bool) -> Iterator[_Group]:
+    starts_q, starts_k = cu_q.tolist(), cu_k.tolist()
+    buckets: dict[object, list[int]] = {}
+    for s in range(len(starts_q) - 1):
+        queries, keys = starts_q[s + 1] - starts_q[s], starts_k[s + 1] - starts_k[s]
+        if queries == 0 and keys == 0:
+            continue
+        alone = positions_count and queries != keys
+        kind = ("alone", s) if alone else (queries.bit_length(), keys.bit_length())
+        buckets.setdefault(kind, []).append(s)
+    for members in buckets.values():
+        yield _Group(
+            members,
+            [slice(starts_q[s], starts_q[s + 1]) for s in members],
+            [slice(starts_k[s], starts_k[s + 1]) for s in members],
+        )
+
+
+def _attend(q, k, v, alpha, beta, key_mask, block, scale, is_causal, normalize_keys) -> Tensor:
+    from lln.ops import eager  # the package lists this file's ops too
+
+    options = {"alpha": alpha, "beta": beta, "key_mask": key_mask, "normalize_keys": normalize_keys}
+    if block:
+        return eager.lln_diag(q, k, v, block=block, scale=scale, is_causal=is_causal, **options)
+    return (eager.causal if is_causal else eager.bidirectional)(q, k, v, **options)
+
+
+def _varlen(
+    q, k, v, cu_q, cu_k, alpha, beta, key_mask, block, scale, is_causal, normalize_keys
+) -> Tensor:
+    out = q.new_zeros((*q.shape[:2], v.shape[-1]))
+    for group in _groups(cu_q, cu_k, is_causal or block > 0):
+        attended = _attend(
+            group.pad(q, group.queries),
+            group.pad(k, group.keys),
+            group.pad(v, group.keys),
+            alpha[group.members],
+            beta[group.members],
+            group.key_mask(key_mask, k.device),
+            block,
+            scale,
+            is_causal,
+            normalize_keys,
+        )
+        group.unpad_(out, attended, group.queries)
+    return out
+
+
+def _varlen_backward(
+    d_out, q, k, v, cu_q, cu_k, alpha, beta, key_mask, block, scale, is_causal, normalize_keys
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    d_alpha, d_beta = torch.zeros_like(alpha), torch.zeros_like(beta)
+    for group in _groups(cu_q, cu_k, is_causal or block > 0):
+        leaves = (
+            group.pad(q, group.queries),
+            group.pad(k, group.keys),
+            group.pad(v, group.keys),
+            alpha[group.members],
+            beta[group.members],
+        )
+        with torch.enable_grad():
+            leaves = tuple(leaf.detach().requires_grad_() for leaf in leaves)
+            mask = group.key_mask(key_mask, k.device)
+            attended = _attend(*leaves, mask, block, scale, is_causal, normalize_keys)
+        d_padded = group.pad(d_out, group.queries)
+        grads = torch.autograd.grad(attended, leaves, d_padded)
+        group.unpad_(d_q, grads[0], group.queries)
+        group.unpad_(d_k, grads[1], group.keys)
+        group.unpad_(d_v, grads[2], group.keys)
+        d_alpha[group.members], d_beta[group.members] = grads[3], grads[4]
+    return d_q, d_k, d_v, d_alpha, d_beta
+
+
+def _shapes(q, k, v, cu_q, cu_k, alpha, beta, key_mask, block, scale, is_causal, normalize_keys):
+    return q.new_empty((*q.shape[:2], v.shape[-1]))
+
+
+def _backward_shapes(d_out, q, k, v, cu_q, cu_k, alpha, beta, *options):
+    return tuple(torch.empty_like(x) for x in (q, k, v, alpha, beta))
+
+
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, Tensor alpha, Tensor beta, "
+    "Tensor? key_mask, int block, float scale, bool is_causal, bool normalize_keys"
+)
+varlen_backward = register(
+    "varlen_backward",
+    f"(Tensor d_out, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _varlen_backward,
+    _backward_shapes,
+)
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:8])
+    ctx.options = inputs[8:]
+
+
+def _differentiate(ctx, d_out):
+    d_q, d_k, d_v, d_alpha, d_beta = varlen_backward(d_out, *ctx.saved_tensors, *ctx.options)
+    return d_q, d_k, d_v, None, None, d_alpha, d_beta, *([None] * 5)
+
+
+varlen_op = register(
+    "varlen",
+    f"({_ARGUMENTS}) -> Tensor",
+    _varlen,
+    _shapes,
+    save=_save,
+    differentiate=_differentiate,
+)

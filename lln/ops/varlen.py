@@ -1,0 +1,147 @@
+"""Packed sequences on canonical arguments, the checks of the packing, and their statistics."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lln.ops.arguments import check_alike, check_floating
+from lln.ops.dispatch import choose
+from lln.protocols import Call, compute_dtype
+
+
+def varlen(
+    q: Float[Tensor, "T H D"],
+    k: Float[Tensor, "Tk Hkv D"],
+    v: Float[Tensor, "Tk Hkv E"],
+    cu_q: Int[Tensor, " S1"],
+    cu_k: Int[Tensor, " S1"],
+    *,
+    alpha: Float[Tensor, "S H"],
+    beta: Float[Tensor, "S Hkv"],
+    key_mask: Bool[Tensor, " Tk"] | None = None,
+    block: int | None = None,
+    scale: float = 1.0,
+    is_causal: bool = False,
+    normalize_keys: bool = False,
+    impl: str | None = None,
+) -> Float[Tensor, "T H E"]:
+    """LLN attention, eq. (8), of each packed sequence by itself; LLN+Diag with ``block``."""
+    return choose(Call("varlen", q, k, v), impl).varlen(
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        alpha=alpha,
+        beta=beta,
+        key_mask=key_mask,
+        block=block,
+        scale=scale,
+        is_causal=is_causal,
+        normalize_keys=normalize_keys,
+    )
+
+
+def packed_standard_deviations(
+    q: Float[Tensor, "T H D"],
+    k: Float[Tensor, "Tk Hkv D"],
+    cu_q: Int[Tensor, " S1"],
+    cu_k: Int[Tensor, " S1"],
+    *,
+    key_mask: Bool[Tensor, " Tk"] | None = None,
+    query_mask: Bool[Tensor, " T"] | None = None,
+) -> tuple[Float[Tensor, "S Hkv"], Float[Tensor, "S Hkv"]]:
+    """σ_q (pooled over the heads that share a key head) and σ_k of each sequence."""
+    grouped = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [T, Hkv, G·D]
+    return _deviation(grouped, cu_q, query_mask), _deviation(k, cu_k, key_mask)
+
+
+def _deviation(x: Tensor, cu: Tensor, mask: Tensor | None) -> Tensor:
+    """Biased standard deviation over tokens and width, mean removed first, per sequence."""
+    x = x.detach().to(compute_dtype(x))
+    lengths = cu.diff().to(x.device)
+    sequence = torch.repeat_interleave(
+        torch.arange(len(lengths), device=x.device), lengths, output_size=x.shape[0]
+    )
+    weight = x.new_ones(x.shape[0]) if mask is None else mask.to(x.dtype)
+    if mask is not None:
+        x = x.masked_fill(~mask[:, None, None], 0)
+
+    def average(y: Tensor) -> Tensor:
+        total = y.new_zeros(len(lengths), y.shape[1]).index_add_(0, sequence, y)
+        count = weight.new_zeros(len(lengths)).index_add_(0, sequence, weight)
+        return total / count.clamp(min=1)[:, None]
+
+    mean = average(x.mean(-1) * weight[:, None])
+    deviation = x - mean[sequence][..., None]
+    return average(deviation.square().mean(-1) * weight[:, None]).sqrt()
+
+
+def check_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    key_mask: Tensor | None,
+    query_mask: Tensor | None,
+) -> None:
+    """Packed tensors ``[T, H, D]`` and the offsets that cut them, or a clear error."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_floating(name, x)
+        if x.dim() != 3:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}; pass packed [tokens, heads, width], "
+                "or use lln.attention for [batch, heads, tokens, width]"
+            )
+        check_alike("q", q, name, x)
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(
+            f"k has shape {list(k.shape)} but v has {list(v.shape)}; tokens and heads must be equal"
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"q has {q.shape[1]} heads, which is not a multiple of the {k.shape[1]} key heads"
+        )
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"q has width {q.shape[2]} but k has {k.shape[2]}; they must be equal")
+    _check_offsets("cu_seqlens_q", cu_q, q.shape[0])
+    _check_offsets("cu_seqlens_k", cu_k, k.shape[0])
+    if len(cu_q) != len(cu_k):
+        raise ValueError(
+            f"cu_seqlens_q has {len(cu_q)} entries but cu_seqlens_k has {len(cu_k)}; "
+            "both have one more than there are sequences"
+        )
+    for name, mask, tokens in (
+        ("key_mask", key_mask, k.shape[0]),
+        ("query_mask", query_mask, q.shape[0]),
+    ):
+        if mask is None:
+            continue
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            kind = getattr(mask, "dtype", type(mask).__name__)
+            raise TypeError(f"{name} is {kind}; pass a bool tensor [{tokens}]")
+        if mask.shape != (tokens,):
+            raise ValueError(f"{name} has shape {list(mask.shape)}; pass [tokens] = [{tokens}]")
+
+
+def _check_offsets(name: str, cu: object, tokens: int) -> None:
+    if not isinstance(cu, Tensor):
+        raise TypeError(f"{name} is a {type(cu).__name__}; pass torch.tensor([0, ..., {tokens}])")
+    if cu.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} has dtype {cu.dtype}; pass int32 or int64")
+    if cu.dim() != 1 or len(cu) == 0:
+        raise ValueError(
+            f"{name} has shape {list(cu.shape)}; pass [sequences + 1] offsets from 0 to {tokens}"
+        )
+    if cu.device.type != "cpu" or torch.compiler.is_compiling():
+        return  # looking at values elsewhere would wait for the device
+    values = cu.tolist()
+    if values[0] != 0 or values[-1] != tokens or any(b < a for a, b in pairwise(values)):
+        raise ValueError(
+            f"{name}={values} must start at 0, never decrease and end at the {tokens} tokens"
+        )
