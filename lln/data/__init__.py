@@ -1,4 +1,4 @@
-"""The one text that comes with the package: Tiny Shakespeare, public domain, 1.1 million characters.
+"""The text that comes with the package: Tiny Shakespeare, public domain, 1.1 million characters.
 
 Demos and tests read it, so that nothing outside the installation is needed.
 """

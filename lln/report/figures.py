@@ -114,13 +114,15 @@ def _draw(axes, curve: Series, slot: int) -> None:
 
 
 def _label(axes, x: Axis, y: Axis) -> None:
-    from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     for axis, wanted in ((axes.xaxis, x), (axes.yaxis, y)):
         axis.set_label_text(wanted.label)
         letter = axis.axis_name
         if wanted.log:
             getattr(axes, f"set_{letter}scale")("log")
+            low, high = axis.get_view_interval()
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,)))
             axis.set_minor_formatter(NullFormatter())
         axis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
         if wanted.ticks is not None:

@@ -1,0 +1,1 @@
+"""Measurements of speed and memory: what (cases), how (timing, memory), rows and files (sweep)."""

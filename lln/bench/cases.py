@@ -1,0 +1,164 @@
+"""What is measured: an op, an implementation and a shape.
+
+``op`` is the word used in ``lln/ops``; ``impl`` is ``"eager"`` or ``"triton"`` for ours, ``"sdpa"``
+for ``torch.nn.functional.scaled_dot_product_attention`` and ``"matrix"`` for softmax attention that
+builds its N×N matrix. Timing works on the closure that :func:`call` returns and knows nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lln import functional, moments
+from lln.ops import reference
+
+ALPHA = BETA = 2.0  # constants: measuring them is the business of the "measured" op
+DIAG_BLOCK = 64
+FORWARD, TRAINING = "fwd", "fwd+bwd"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row to be. ``passes`` is ``"fwd"`` (no gradients recorded) or ``"fwd+bwd"``."""
+
+    op: str
+    impl: str
+    N: int
+    passes: str = FORWARD
+    B: int = 1
+    H: int = 12
+    D: int = 64
+    dtype: str = "float32"
+    device: str = "cpu"
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.impl} {self.passes} N={self.N}"
+
+    def row(self) -> dict[str, object]:
+        return {
+            "op": self.op,
+            "impl": self.impl,
+            "pass": self.passes,
+            "B": self.B,
+            "H": self.H,
+            "N": self.N,
+            "D": self.D,
+            "dtype": self.dtype,
+        }
+
+
+def _ours(impl: str, **options) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.attention(q, k, v, alpha=ALPHA, beta=BETA, impl=impl, **options)
+
+    return run
+
+
+def _measured(impl: str) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.attention(q, k, v, impl=impl)
+
+    return run
+
+
+def _softmax_matrix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]), dim=-1) @ v
+
+
+def _sdpa_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+RUNNERS: dict[tuple[str, str], Callable[..., Tensor]] = {
+    ("bidirectional", "eager"): _ours("eager"),
+    ("bidirectional", "sdpa"): F.scaled_dot_product_attention,
+    ("bidirectional", "matrix"): _softmax_matrix,
+    ("measured", "eager"): _measured("eager"),
+    ("lln_diag", "eager"): _ours("eager", diag_block=DIAG_BLOCK),
+    ("causal", "eager"): _ours("eager", is_causal=True),
+    ("causal", "sdpa"): _sdpa_causal,
+}
+
+
+def _softmax_reference(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+    seen = reference.visible(q.shape[2], k.shape[2], is_causal=is_causal, device=q.device)
+    scores = reference.softmax_scores(q, k, scale=1 / math.sqrt(q.shape[-1]))
+    return reference.attend(reference.normalize_rows(scores, seen), v)
+
+
+def expected(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The O(N²) definition of what ``case`` computes, in the dtype of the inputs."""
+    if case.impl in ("sdpa", "matrix"):
+        return _softmax_reference(q, k, v, is_causal=case.op == "causal")
+    if case.op == "measured":
+        alpha, beta = moments.calibrate(q, k)
+    else:
+        alpha, beta = q.new_full(q.shape[:2], ALPHA), q.new_full(k.shape[:2], BETA)
+    if case.op == "lln_diag":
+        scale = 1 / math.sqrt(q.shape[-1])
+        return reference.lln_diag(q, k, v, alpha=alpha, beta=beta, block=DIAG_BLOCK, scale=scale)
+    exact = reference.causal if case.op == "causal" else reference.bidirectional
+    return exact(q, k, v, alpha=alpha, beta=beta)
+
+
+def inputs(case: Case, *, seed: int = 0) -> list[Tensor]:
+    """q, k, v of standard normal numbers, the same for every implementation of a shape."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (case.B, case.H, case.N, case.D)
+    made = [torch.randn(shape, generator=generator) for _ in range(3)]
+    dtype = getattr(torch, case.dtype)
+    return [x.to(case.device, dtype).requires_grad_(case.passes == TRAINING) for x in made]
+
+
+def call(case: Case, tensors: Iterable[Tensor]) -> Callable[[], object]:
+    """The closure to be timed: one forward pass, or one forward and backward pass."""
+    key = (case.op, case.impl)
+    if key not in RUNNERS:
+        known = ", ".join(f"{op}/{impl}" for op, impl in RUNNERS)
+        raise ValueError(f"no runner for op={case.op!r} impl={case.impl!r}; there are {known}")
+    run, tensors = RUNNERS[key], list(tensors)
+    if case.passes == FORWARD:
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return run(*tensors)
+
+        return forward
+    upstream = torch.ones_like(tensors[2])
+
+    def forward_and_backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(run(*tensors), tensors, upstream)
+
+    return forward_and_backward
+
+
+def powers(first: int, last: int) -> list[int]:
+    """first, 2·first, … up to last."""
+    return [first * 2**n for n in range(int(math.log2(last / first)) + 1)]
+
+
+def cpu_cases(*, quick: bool = False, backward: bool = False) -> list[Case]:
+    """The CPU sweep: 12 heads of 64, float32; softmax as far as it is bearable, LLN to the end."""
+    softmax_end, linear_end, causal_end, matrix_end = (
+        (2048, 32_768, 2048, 1024) if quick else (16_384, 262_144, 8192, 4096)
+    )
+    sweep = {
+        ("bidirectional", "sdpa"): powers(512, softmax_end),
+        ("bidirectional", "matrix"): powers(512, matrix_end),
+        ("bidirectional", "eager"): powers(512, linear_end),
+        ("measured", "eager"): powers(512, softmax_end),
+        ("lln_diag", "eager"): powers(512, softmax_end),
+        ("causal", "sdpa"): powers(512, causal_end),
+        ("causal", "eager"): powers(512, causal_end),
+    }
+    cases = [Case(op, impl, N) for (op, impl), lengths in sweep.items() for N in lengths]
+    if backward:
+        cases += [replace(case, passes=TRAINING) for case in cases]
+    return cases

@@ -1,0 +1,95 @@
+"""Peak memory of a call beyond its inputs.
+
+On a CPU the number comes from the operating system, not from torch: a child process makes the
+inputs, resets the kernel's high-water mark of resident memory (VmHWM), makes the call once and
+reads the mark again. So scratch buffers inside the math libraries count as well as tensors. The
+child returns freed blocks to the system at once (``MALLOC_MMAP_THRESHOLD_``), otherwise a block
+freed before the call and reused in it would not be seen. Linux only; elsewhere the answer is None.
+On a GPU it is ``torch.cuda.max_memory_allocated``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+import torch
+
+from lln.bench.cases import Case, call, inputs
+
+MB = 2**20
+RETURN_FREED_BLOCKS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+RESET_PEAK = Path("/proc/self/clear_refs")
+STATUS = Path("/proc/self/status")
+
+
+def peaks(cases: Sequence[Case]) -> Generator[float | None, None, None]:
+    """Yield the peak of each CPU case in MB (2**20 bytes), measured in one child process."""
+    if not RESET_PEAK.exists():
+        yield from (None for _ in cases)
+        return
+    child = subprocess.Popen(
+        [sys.executable, "-m", "lln.bench.memory"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **RETURN_FREED_BLOCKS},
+    )
+    assert child.stdin is not None and child.stdout is not None
+    with child:
+        for case in cases:
+            child.stdin.write(json.dumps(dataclasses.asdict(case)) + "\n")
+            child.stdin.flush()
+            answer = child.stdout.readline()
+            if not answer:
+                raise RuntimeError(
+                    f"the process that measures memory ended during {case.name}; "
+                    "it may have been killed for lack of memory: choose a smaller N"
+                )
+            yield json.loads(answer)
+        child.stdin.close()
+
+
+def cuda_peak(case: Case) -> float:
+    """Peak of one CUDA case in MB beyond what was allocated before the call."""
+    run = call(case, inputs(case))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / MB
+
+
+def _resident(field: str) -> int:
+    """A memory field of /proc/self/status in bytes."""
+    for line in STATUS.read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)
+
+
+def _measure(case: Case) -> float:
+    small = dataclasses.replace(case, N=64)
+    call(small, inputs(small))()  # loads code and starts threads, which would count otherwise
+    run = call(case, inputs(case))
+    gc.collect()
+    RESET_PEAK.write_text("5")
+    before = _resident("VmRSS")
+    run()
+    return (_resident("VmHWM") - before) / MB
+
+
+def _serve() -> None:
+    for line in sys.stdin:
+        print(json.dumps(_measure(Case(**json.loads(line)))), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

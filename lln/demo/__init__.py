@@ -1,0 +1,1 @@
+"""The two-minute demonstration behind ``lln demo``: concentration, retrieval and cost, measured."""

@@ -1,0 +1,134 @@
+"""The measured blocks of README.md, written from the rows in ``results/``: ``make readme``.
+
+A block stands between ``<!-- measured: NAME -->`` and ``<!-- end -->``. A test compares the file
+with what this module would write, so that no number is ever typed by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+def latest(results: Path, subject: str) -> dict[str, Any] | None:
+    """The newest ``subject_hardware_date.json``, or None if there is none."""
+    found = sorted(results.glob(f"{subject}_*.json"), key=lambda path: path.stem.split("_")[-1])
+    return json.loads(found[-1].read_text(encoding="utf-8")) if found else None
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table with its first column left-aligned and the others right-aligned."""
+    lines = [columns, ["---", *("---:" for _ in columns[1:])], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def origin(row: Row) -> str:
+    """Where a row comes from, in words."""
+    return f"{row['device']}, torch {row['torch']}, commit {row['commit']}"
+
+
+def speed(results: Path) -> str:
+    """Milliseconds of a forward call per length, and how they grow."""
+    content = latest(results, "attention")
+    if content is None:
+        return NOTHING_YET
+    rows = [row for row in content["rows"] if row["pass"] == "fwd"]
+    time = {(row["op"], row["impl"], row["N"]): row["ms_p50"] for row in rows}
+    ratio = {(r["op"], r["N"]): r["ratio"] for r in content["ratios"] if r["pass"] == "fwd"}
+
+    def cell(value: float | None, form: str = "{:.3g}") -> str:
+        return "" if value is None else form.format(value)
+
+    lines = [
+        [
+            f"{N:,}",
+            cell(time.get(("bidirectional", "sdpa", N))),
+            cell(time.get(("bidirectional", "eager", N))),
+            cell(ratio.get(("bidirectional", N)), "{:.1f}×"),
+            cell(time.get(("lln_diag", "eager", N))),
+            cell(time.get(("causal", "sdpa", N))),
+            cell(time.get(("causal", "eager", N))),
+            cell(ratio.get(("causal", N)), "{:.1f}×"),
+        ]
+        for N in sorted({row["N"] for row in rows})
+    ]
+    names = ["N", "SDPA", "LLN", "ratio", "LLN+Diag", "causal SDPA", "causal LLN", "ratio"]
+    first = rows[0]
+    shape = f"batch {first['B']}, {first['H']} heads of {first['D']}, {first['dtype']}"
+    growth = next(
+        fit
+        for fit in content["growth"]
+        if (fit["op"], fit["impl"], fit["pass"]) == ("bidirectional", "eager", "fwd")
+    )
+    memory = "" if growth["memory"] is None else f", memory as N^{growth['memory']:.2f}"
+    words = (
+        f"Median milliseconds of a forward call, {shape}, α and β given. LLN's time grows as "
+        f"N^{growth['time']:.2f}{memory} between N = {growth['from']:,} and {growth['to']:,}. "
+        f"({origin(first)}, {content['date']})"
+    )
+    return f"{markdown_table(names, lines)}\n\n{words}"
+
+
+def concentration(results: Path) -> str:
+    """Entropy and spectral gap at some temperatures, and the share of targets found."""
+    content = latest(results, "demo")
+    if content is None:
+        return NOTHING_YET
+    rows = content["concentration"]
+    cells = {
+        (row["kernel"], row["temperature"]): f"{row['entropy']:.2f} / {row['spectral_gap']:.2f}"
+        for row in rows
+    }
+    temperatures = sorted({row["temperature"] for row in rows})
+    lines = [
+        [
+            row["kernel"].replace("normalize_keys", "`normalize_keys`"),
+            *(cells[row["kernel"], temperature] for temperature in temperatures),
+            f"{row['found']:.0%}",
+        ]
+        for row in content["retrieval"]
+    ]
+    names = [
+        "entropy (bits) / spectral gap",
+        *(f"τ = {t:g}" for t in temperatures),
+        "targets found",
+    ]
+    first = rows[0]
+    words = (
+        "τ is the softmax temperature 1/σ(scores). *Targets found*: share of queries whose largest "
+        "weight falls on the key they are a copy of, τ = 1. "
+        f"({first['configuration']}; {origin(first)}, {content['date']})"
+    )
+    return f"{markdown_table(names, lines)}\n\n{words}"
+
+
+NOTHING_YET = "*No rows in `results/` yet.*"
+BLOCKS: dict[str, Callable[[Path], str]] = {"speed": speed, "concentration": concentration}
+
+
+def rewrite(text: str, results: Path) -> str:
+    """The README with every measured block made anew."""
+
+    def block(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in BLOCKS:
+            raise ValueError(f"unknown measured block {name!r}; there are {', '.join(BLOCKS)}")
+        return f"<!-- measured: {name} -->\n{BLOCKS[name](results)}\n<!-- end -->"
+
+    return re.sub(r"<!-- measured: (\w+) -->\n.*?<!-- end -->", block, text, flags=re.S)
+
+
+def main(root: Path) -> None:
+    """Rewrite ``root/README.md`` from ``root/results``."""
+    readme = root / "README.md"
+    readme.write_text(rewrite(readme.read_text("utf-8"), root / "results"), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path.cwd())

@@ -1,0 +1,86 @@
+"""The command line: instant help, clear refusals, and what the subcommands write."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lln
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lln.cli", *arguments], cwd=cwd, capture_output=True, text=True
+    )
+
+
+def test_help_lists_the_commands_and_loads_nothing_heavy():
+    code = (
+        "import sys; from lln import cli\n"
+        "try: cli.app(['--help'])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "demo" in done.stdout and "bench" in done.stdout
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert not {"torch", "matplotlib", "numpy", "scipy", "jinja2"} & loaded
+
+
+def test_version():
+    assert run("--version").stdout == f"lln {lln.__version__}\n"
+
+
+def test_no_argument_shows_the_help():
+    done = run()
+    assert "Commands:" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["demo", "--fast"], "--fast"),
+        (["bench", "--min-seconds", "x"], "--min-seconds"),
+        (["go"], "go"),
+    ],
+)
+def test_what_is_unknown_is_refused(arguments, named):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert named in done.stderr
+
+
+def test_bench_writes_rows_and_prints_ratios(tmp_path, monkeypatch):
+    from lln.bench import cpu, sweep
+    from lln.bench.cases import Case
+
+    small = [
+        Case("bidirectional", impl, N, H=1, D=8) for impl in ("sdpa", "eager") for N in (64, 128)
+    ]
+    monkeypatch.setattr(cpu, "cpu_cases", lambda **_: small)
+    monkeypatch.setattr(sweep, "peaks", lambda cases: (2.0**n for n, _ in enumerate(cases)))
+    as_json, as_csv, svg = cpu.run(tmp_path, min_seconds=0.01)
+    content = json.loads(as_json.read_text())
+    assert [row["N"] for row in content["ratios"]] == [64, 128]
+    assert len(as_csv.read_text().splitlines()) == 5
+    assert svg.read_text().startswith("<svg ")
+
+
+def test_bench_stops_with_status_1_when_an_answer_is_wrong(tmp_path, monkeypatch, capsys):
+    from lln.bench import cases, cpu
+
+    monkeypatch.setitem(cases.RUNNERS, ("bidirectional", "sdpa"), lambda q, k, v: v)
+    wrong = [cases.Case("bidirectional", "sdpa", 64, D=8)]
+    monkeypatch.setattr(cpu, "cpu_cases", lambda **_: wrong)
+    with pytest.raises(SystemExit) as end:
+        cpu.run(tmp_path)
+    assert end.value.code == 1
+    assert "stopped before measuring" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())

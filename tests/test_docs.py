@@ -1,0 +1,92 @@
+"""Documentation that is true: code runs, links lead somewhere, numbers come from results/."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lln.report import readme
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+WITH_CODE = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def code_blocks(path: Path) -> list[tuple[int, str]]:
+    """Line number and text of each Python block."""
+    text = path.read_text(encoding="utf-8")
+    return [
+        (text[: found.start(1)].count("\n"), found[1])
+        for found in re.finditer(r"^```python\n(.*?)^```", text, flags=re.M | re.S)
+    ]
+
+
+@pytest.mark.parametrize("path", WITH_CODE, ids=name)
+def test_code_on_the_page_runs(path):
+    blocks = code_blocks(path)
+    assert blocks, f"{name(path)} has no Python block"
+    namespace: dict = {}  # blocks of a page build on each other, as a reader takes them
+    for line, block in blocks:
+        exec(compile("\n" * line + block, str(path), "exec"), namespace)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_links_to_files_resolve(path):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
+        if not target.startswith(("http://", "https://")):
+            assert (path.parent / target).exists(), f"{name(path)} links to {target}"
+
+
+def test_paths_in_the_table_of_equations_exist():
+    text = (ROOT / "docs" / "equations.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`(tests/[\w/.]*)", text)
+    assert paths
+    for path in paths:
+        assert (ROOT / path).exists(), f"docs/equations.md names {path}"
+
+
+def test_functions_in_the_table_of_equations_exist():
+    import importlib
+
+    text = (ROOT / "docs" / "equations.md").read_text(encoding="utf-8")
+    for dotted in set(re.findall(r"`(lln(?:\.\w+)+)", text)):
+        parts = dotted.split(".")
+        found = importlib.import_module("lln")
+        for depth, part in enumerate(parts[1:], start=1):
+            if not hasattr(found, part):
+                importlib.import_module(".".join(parts[: depth + 1]))
+            found = getattr(found, part)
+
+
+def test_the_tree_in_the_readme_is_the_tree():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = re.search(r"^```\nlln/\n(.*?)^docs/", text, flags=re.M | re.S)
+    assert tree is not None
+    shown = {word.strip("/") for word in re.findall(r"^  (\w[\w./]*)", tree[1], flags=re.M)}
+    shown |= {"cli.py"}  # shares a line with demo/
+    for part in shown:
+        assert (ROOT / "lln" / part).exists(), f"the tree shows {part}"
+    small = {"__init__.py", "protocols.py", "files.py", "py.typed", "__pycache__"}
+    present = {path.name for path in (ROOT / "lln").iterdir()} - small
+    assert present <= shown, f"missing in the tree: {sorted(present - shown)}"
+
+
+def test_measured_blocks_are_what_the_rows_say():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme.rewrite(text, ROOT / "results") == text, "run `make readme`"
+
+
+def test_an_unknown_block_is_named():
+    with pytest.raises(ValueError, match=r"'sped'; there are speed"):
+        readme.rewrite("<!-- measured: sped -->\n<!-- end -->", ROOT / "results")
+
+
+def test_without_rows_the_block_says_so(tmp_path):
+    text = "<!-- measured: speed -->\nold\n<!-- end -->"
+    assert "No rows" in readme.rewrite(text, tmp_path)

@@ -1,0 +1,113 @@
+"""Imports point one way: the layer table of the project, checked on the syntax trees."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "lln"
+
+# layer -> layers of lln it may import. A new module of lln must be entered here.
+LAYERS: dict[str, set[str]] = {
+    "files": set(),
+    "data": set(),
+    "protocols": set(),
+    "ops": {"protocols"},
+    "moments": {"ops", "protocols"},
+    "functional": {"ops", "moments", "protocols"},
+    "instruments": {"ops", "moments", "protocols"},
+    "nn": {"functional", "ops", "moments", "protocols"},
+    "report": set(),
+    "bench": {"functional", "ops", "moments", "report", "files"},
+    "demo": {"bench", "instruments", "moments", "ops", "report", "files"},
+    "cli": {"demo", "bench"},
+}
+
+# layer -> third-party packages it may import at all
+ALWAYS_PRESENT = {"torch", "numpy", "jaxtyping"}
+THIRD_PARTY: dict[str, set[str]] = {
+    "files": set(),
+    "data": set(),
+    "protocols": ALWAYS_PRESENT,
+    "ops": ALWAYS_PRESENT,
+    "moments": ALWAYS_PRESENT | {"scipy"},
+    "functional": ALWAYS_PRESENT,
+    "instruments": ALWAYS_PRESENT | {"scipy"},
+    "nn": ALWAYS_PRESENT,
+    "report": {"matplotlib", "jinja2", "markupsafe"},
+    "bench": ALWAYS_PRESENT | {"rich"},
+    "demo": ALWAYS_PRESENT | {"rich"},
+    "cli": {"typer", "rich"},
+}
+
+# Files that load only on demand and therefore may import an extra at their top.
+EXTRAS_AT_THE_TOP = {"cli.py": {"typer"}, "bench/cpu.py": {"rich"}, "demo/run.py": {"rich"}}
+
+
+def modules() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def layer_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Dotted names a file imports, and whether that happens when the file itself is imported."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inside = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: write the full name, not a relative one"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from ((name, id(node) not in inside) for name in names)
+
+
+def test_every_module_has_its_place():
+    names = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in modules()}
+    assert names == set(LAYERS) == set(THIRD_PARTY)
+
+
+def test_the_table_has_no_cycle():
+    graphlib.TopologicalSorter(LAYERS).prepare()
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path):
+    layer = layer_of(path)
+    for name, _ in imports(path):
+        root, *rest = name.split(".")
+        if root != "lln" or not rest:
+            continue
+        if rest[0] in LAYERS:
+            assert rest[0] == layer or rest[0] in LAYERS[layer], f"{layer} must not import {name}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_third_party_packages_stay_in_their_layer(path: Path):
+    inside = str(path.relative_to(PACKAGE))
+    triton = {"triton"} if inside.startswith("ops/triton/") else set()
+    allowed = THIRD_PARTY[layer_of(path)] | triton
+    at_the_top = ALWAYS_PRESENT | triton | EXTRAS_AT_THE_TOP.get(inside, set())
+    for name, when_imported in imports(path):
+        root = name.split(".")[0]
+        if root == "lln" or root in sys.stdlib_module_names:
+            continue
+        assert root in allowed, f"{inside} must not import {root}"
+        assert root in at_the_top or not when_imported, (
+            f"{inside} imports {root} at its top: import it where it is used"
+        )

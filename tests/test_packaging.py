@@ -1,0 +1,95 @@
+"""What a user installs: names, types, data, version, and how little an import costs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import lln
+import lln.data
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def python(code: str, **options) -> str:
+    """Run code in a fresh interpreter in the checkout and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, **options
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_the_package_loads_neither_torch_nor_anything_heavy():
+    loaded = python("import sys, lln; print(*sys.modules)").split()
+    heavy = {"torch", "numpy", "scipy", "triton", "transformers", "matplotlib", "typer", "rich"}
+    assert not heavy & set(loaded)
+
+
+def test_attention_works_without_the_optional_packages():
+    blocked = [
+        "triton",
+        "transformers",
+        "matplotlib",
+        "jinja2",
+        "scipy",
+        "typer",
+        "rich",
+        "beartype",
+    ]
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({blocked}))\n"
+        "import torch, lln\n"
+        "q, k, v = torch.randn(3, 1, 2, 9, 8).unbind()\n"
+        "print(lln.attention(q, k, v).shape)\n"
+        "print(lln.attention(q, k, v, method='entropy').isfinite().all().item())"
+    )
+    assert python(code).splitlines() == ["torch.Size([1, 2, 9, 8])", "True"]
+
+
+def test_public_names_resolve_and_are_few():
+    assert len(lln.__all__) <= 14
+    for name in lln.__all__:
+        assert getattr(lln, name) is not None
+        assert name in dir(lln)
+
+
+def test_unknown_name_is_an_attribute_error_that_lists_the_known():
+    with pytest.raises(AttributeError, match=r"no attribute 'atention'.*attention"):
+        lln.atention  # noqa: B018
+
+
+def test_version_is_the_one_of_the_changelog():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", lln.__version__)
+    latest = re.search(r"^## \[(\d[^\]]*)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
+    assert latest is not None and latest[1] == lln.__version__
+    assert f"version: {lln.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_text_comes_with_the_package():
+    text = lln.data.text()
+    assert len(text) == 1_115_394
+    assert text.startswith("First Citizen:\nBefore we proceed any further, hear me speak.")
+
+
+def test_wheel_contains_code_data_types_template_and_nothing_else(tmp_path):
+    code = f"from hatchling.build import build_wheel; print(build_wheel({str(tmp_path)!r}))"
+    wheel = tmp_path / python(code).splitlines()[-1]
+    assert wheel.name.startswith(f"lln_attention-{lln.__version__}-py3-none-any")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    source = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "lln").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    packaged = {name for name in names if ".dist-info/" not in name}
+    assert packaged == source
+    expected = {"lln/py.typed", "lln/data/tinyshakespeare.txt.xz", "lln/report/templates/page.html"}
+    assert expected <= packaged
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
