@@ -1,0 +1,60 @@
+"""Triton kernels; importing this package does not import triton, calling an op does.
+
+Same op names as :mod:`lln.ops`, plus ``standard_deviations``. Each op is registered with
+``torch.library``: torch.compile keeps it whole, CUDA graphs capture it, and the same input gives
+bit-identical outputs and gradients on every run.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+import torch
+
+from lln.protocols import HALF, Call
+
+_MODULES = {
+    "bidirectional": "_bidirectional",
+    "summarize": "state",
+    "read": "state",
+    "standard_deviations": "statistics",
+}
+WIDTHS = (16, 32, 48, 64, 80, 96, 128, 256)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        ops = ", ".join(_MODULES)
+        raise AttributeError(f"module {__name__!r} has no op {name!r}; it has {ops}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def refuses(call: Call) -> str | None:
+    """Why these tensors cannot be taken, or None."""
+    q, v = call.q, call.v
+    if call.op not in _MODULES:
+        return f"there is no kernel for {call.op}"
+    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the tensors are on {q.device.type}; move them to a CUDA device"
+    if not _installed():
+        return "triton is not installed; pip install 'lln-attention[triton]'"
+    if q.dtype not in (*HALF, torch.float32):
+        return f"q is {q.dtype}; the kernels take float16, bfloat16 and float32"
+    if call.op != "read" and not q.dtype == call.k.dtype == v.dtype:
+        return f"q, k, v are {q.dtype}, {call.k.dtype}, {v.dtype}; they must be of one dtype"
+    if q.shape[-1] not in WIDTHS or v.shape[-1] not in WIDTHS:
+        return f"widths D={q.shape[-1]}, E={v.shape[-1]}; the kernels take {WIDTHS}"
+    if "dropout" in call.needs:
+        return "dropout of attention weights is not fused"
+    return None

@@ -1,0 +1,142 @@
+# type: ignore
+"""What the kernels share: exponents in base 2, the merge of partial states, exact dots.
+
+Inside the kernels every exponent is a base-2 logarithm, because the hardware exponentiates in
+base 2: ``alpha`` and ``beta`` are multiplied by log2(e) once per program. Peaks start at a finite
+``FLOOR`` instead of −inf, so that the difference of two peaks of nothing is 0 and not NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+jit: Any = triton.jit  # to a type checker a kernel is no Python: each kernel file opts out of it
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+FLOOR = tl.constexpr(-3.0e38)
+
+
+@jit
+def dot(a, b):
+    """a @ b accumulated in float32; float32 operands keep all their bits (no TF32)."""
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@jit
+def dot_add(a, b, total):
+    """total + a @ b, as :func:`dot`."""
+    return tl.dot(a, b, acc=total, input_precision="ieee")
+
+
+@jit
+def load_tile(
+    pointer,
+    stride,
+    start,
+    end,
+    rows,
+    columns,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Rows start + rows < end of a matrix [·, WIDTH], zero outside; FULL: all rows exist."""
+    base = pointer + tl.cast(start, tl.int64) * stride
+    pointers = base + rows[:, None] * stride + columns[None, :]
+    if WIDTH % BLOCK == 0:
+        if FULL:
+            tile = tl.load(pointers)
+        else:
+            tile = tl.load(pointers, mask=(rows < end - start)[:, None], other=0.0)
+    else:
+        inside = (rows < end - start)[:, None] & (columns < WIDTH)[None, :]
+        tile = tl.load(pointers, mask=inside, other=0.0)
+    return tile
+
+
+@jit
+def store_tile(
+    pointer,
+    stride,
+    start,
+    end,
+    value,
+    rows,
+    columns,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """The counterpart of :func:`load_tile`, in the dtype of ``pointer``."""
+    base = pointer + tl.cast(start, tl.int64) * stride
+    pointers = base + rows[:, None] * stride + columns[None, :]
+    value = value.to(pointer.dtype.element_ty)
+    if WIDTH % BLOCK == 0:
+        if FULL:
+            tl.store(pointers, value)
+        else:
+            tl.store(pointers, value, mask=(rows < end - start)[:, None])
+    else:
+        inside = (rows < end - start)[:, None] & (columns < WIDTH)[None, :]
+        tl.store(pointers, value, mask=inside)
+
+
+@jit
+def key_exponents(
+    k, scale, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORMALIZE: tl.constexpr
+):
+    """log2 of the key features: scale·k, or its log-softmax over the features."""
+    x = k.to(tl.float32) * scale
+    if NORMALIZE:
+        if WIDTH % BLOCK != 0:
+            x = tl.where((columns < WIDTH)[None, :], x, float("-inf"))
+        x -= tl.max(x, axis=1)[:, None]
+        x -= tl.log2(tl.sum(tl.exp2(x), axis=1))[:, None]
+    return x
+
+
+@jit
+def load_parts(
+    PARTS,
+    first,
+    count,
+    features,
+    values,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+):
+    """Merge ``count`` consecutive partial states: (peak, mass, sum) with mass, sum / 2^peak.
+
+    A part is D·E sums, D peaks and D masses, in this order.
+    """
+    peak = tl.full([BD], FLOOR, tl.float32)
+    mass = tl.zeros([BD], tl.float32)
+    total = tl.zeros([BD, BE], tl.float32)
+    inside = features < D
+    block = inside[:, None] & (values < E)[None, :]
+    for part in range(count):
+        base = PARTS + (first + part) * (D * E + 2 * D)
+        part_peak = tl.load(base + D * E + features, mask=inside, other=FLOOR)
+        part_mass = tl.load(base + D * E + D + features, mask=inside, other=0.0)
+        part_sum = tl.load(base + features[:, None] * E + values[None, :], mask=block, other=0.0)
+        top = tl.maximum(peak, part_peak)
+        old = tl.exp2(peak - top)
+        new = tl.exp2(part_peak - top)
+        mass = mass * old + part_mass * new
+        total = total * old[:, None] + part_sum * new[:, None]
+        peak = top
+    return peak, mass, total
+
+
+@jit
+def normalized(peak, mass, total):
+    """(log2 of the mass, mean value per feature); an empty state is (−inf, 0)."""
+    empty = mass == 0.0
+    log_mass = tl.where(empty, float("-inf"), peak + tl.log2(mass))
+    mean = total / tl.where(empty, 1.0, mass)[:, None]
+    return log_mass, mean

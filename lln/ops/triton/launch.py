@@ -1,0 +1,184 @@
+"""Launchers of the summarize and read kernels: from tensors to grids, nothing differentiable.
+
+Every function takes q [B, H, N, D], k [B, Hkv, M, D], v [B, Hkv, M, E] with contiguous rows and
+at least one token, and allocates what the kernels write.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from lln.ops.triton.library import (
+    contiguous_mask,
+    empty_rows,
+    mask_stride,
+    on_device,
+    rows_contiguous,
+    strides,
+)
+from lln.ops.triton.read_kernels import read_backward_kernel, read_kernel
+from lln.ops.triton.summarize_kernels import (
+    merge_gradients_kernel,
+    merge_kernel,
+    summarize_backward_kernel,
+    summarize_kernel,
+)
+from lln.ops.triton.tiles import padded, split, tile, value_block
+
+# Up to this many parts every reader merges for itself; more are merged once by their own kernel.
+MERGE_IN_READER = 4
+
+
+class Merged(NamedTuple):
+    """A state in memory, float32.
+
+    ``log_mass`` is a natural logarithm where users see it (``natural``), a base-2 one inside the
+    fused ops. ``norm`` holds what the backward pass of the keys needs: the base-2 peak of the
+    features and the mass relative to it.
+    """
+
+    log_mass: Tensor  # [B, Hkv, D]
+    mean: Tensor  # [B, Hkv, D, E]
+    norm: Tensor  # [B, Hkv, 2, D]
+
+
+def empty_state(k: Tensor, v: Tensor) -> Merged:
+    """Uninitialised memory for the state of k, v."""
+    (b, heads, _, d), e = k.shape, v.shape[-1]
+    shapes = (b, heads, d), (b, heads, d, e), (b, heads, 2, d)
+    return Merged(*(k.new_empty(shape, dtype=torch.float32) for shape in shapes))
+
+
+def empty_lse(q: Tensor) -> Tensor:
+    """Uninitialised logsumexp of every query: one number, or two for float32 (PRECISE)."""
+    b, heads, queries, _ = q.shape
+    return q.new_empty((b, heads, 2 if _precise(q) else 1, queries), dtype=torch.float32)
+
+
+def _precise(q: Tensor) -> bool:
+    return q.dtype == torch.float32
+
+
+def summarize_parts(
+    k: Tensor, v: Tensor, beta: Tensor, key_mask: Tensor | None, normalize_keys: bool
+) -> tuple[Tensor, int]:
+    """Partial states of every key head, and their number per head."""
+    (b, heads, keys, d), e = k.shape, v.shape[-1]
+    t = tile("summarize", d, e, k.dtype)
+    block = value_block(d, e, k.dtype)
+    count, span = split(keys, b * heads, t, k.device)
+    parts = k.new_empty((b * heads, count, d * (e + 2)), dtype=torch.float32)
+    with on_device(k):
+        summarize_kernel[(count, b * heads, triton.cdiv(e, block))](
+            k, v, beta, key_mask, parts,
+            *strides(k), *strides(v), *beta.stride(), mask_stride(key_mask), heads, keys, span,
+            D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows,
+            FULL=keys % t.rows == 0, HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys,
+            num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
+    return parts, count
+
+
+def merge(parts: Tensor, count: int, state: Merged, *, natural: bool = False) -> None:
+    """Fill ``state`` from the parts of its heads."""
+    b, heads, d, e = state.mean.shape
+    block = min(padded(e), 128)
+    with on_device(parts):
+        merge_kernel[(b * heads, triton.cdiv(d, 16), triton.cdiv(e, block))](
+            parts, *state, count, D=d, E=e, BD=16, BE=block, NATURAL=natural, num_warps=2
+        )
+
+
+def read(
+    q: Tensor, alpha: Tensor, state: Merged | None, *, parts: Tensor | None = None, count: int = 0,
+    kv_heads: int, e: int, save: bool, natural: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(out, lse) from a merged state, or from parts (then ``state`` is filled if ``save``)."""
+    b, heads, queries, d = q.shape
+    t = tile("read", d, e, q.dtype)
+    block = value_block(d, e, q.dtype)
+    pieces, span = split(queries, b * heads, t, q.device)
+    out = empty_rows(q, e)
+    lse = empty_lse(q) if save else None
+    with on_device(q):
+        read_kernel[(pieces, b * heads, triton.cdiv(e, block))](
+            q, out, lse, alpha, parts, *(state or (None, None, None)),
+            *strides(q), *strides(out), *alpha.stride(),
+            heads, heads // kv_heads, queries, span, count,
+            D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=queries % t.rows == 0,
+            NATURAL=natural, PRECISE=_precise(q), SAVE=save,
+            num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
+    return out, lse
+
+
+def read_backward(
+    dout: Tensor, q: Tensor, alpha: Tensor, lse: Tensor, log_mass: Tensor, mean: Tensor,
+    *, need_alpha: bool, natural: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(dq, parts [B·Hkv, count, D·E + D] of (dM, g), dalpha or None)."""
+    (b, heads, queries, d), (_, kv_heads, _, e) = q.shape, mean.shape
+    dout = rows_contiguous(dout)
+    t = tile("read_backward", d, e, q.dtype)
+    block = value_block(d, e, q.dtype)
+    pieces, span = split(queries, b * heads, t, q.device)
+    dq = empty_rows(q, d)
+    group = heads // kv_heads
+    parts = q.new_empty((b * kv_heads, group * pieces, d * (e + 1)), dtype=torch.float32)
+    slopes = q.new_empty((b, heads, pieces), dtype=torch.float32) if need_alpha else None
+    with on_device(q):
+        read_backward_kernel[(pieces, b * heads, triton.cdiv(e, block))](
+            q, dout, lse, alpha, log_mass, mean, dq, parts, slopes,
+            *strides(q), *strides(dout), *strides(dq), *alpha.stride(),
+            heads, group, queries, span,
+            D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=queries % t.rows == 0,
+            NATURAL=natural, PRECISE=_precise(q),
+            num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
+    return dq, parts, None if slopes is None else slopes.sum(-1)
+
+
+def merge_gradients(parts: Tensor, d: int, e: int) -> Tensor:
+    """Σ over the parts of each key head: [B·Hkv, 1, D·E + D]."""
+    heads, count, size = parts.shape
+    total = parts.new_empty((heads, 1, size))
+    block = min(padded(e), 128)
+    with on_device(parts):
+        merge_gradients_kernel[(heads, triton.cdiv(d, 16), triton.cdiv(e, block))](
+            parts, total, count, D=d, E=e, BD=16, BE=block, num_warps=2
+        )
+    return total
+
+
+def summarize_backward(
+    parts: Tensor, k: Tensor, v: Tensor, beta: Tensor, key_mask: Tensor | None,
+    norm: Tensor, *, normalize_keys: bool, need_beta: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(dk, dv, dbeta or None) from the parts of (dM, g)."""
+    (b, heads, keys, d), e = k.shape, v.shape[-1]
+    block = value_block(d, e, k.dtype)
+    if parts.shape[1] > MERGE_IN_READER or (block < e and parts.shape[1] > 1):
+        parts = merge_gradients(parts, d, e)
+    t = tile("summarize_backward", d, e, k.dtype)
+    pieces, span = split(keys, b * heads, t, k.device)
+    dk, dv = empty_rows(k, d), empty_rows(v, e)
+    slopes = k.new_empty((b, heads, pieces), dtype=torch.float32) if need_beta else None
+    with on_device(k):
+        summarize_backward_kernel[(pieces, b * heads)](
+            k, v, beta, key_mask, norm, parts, dk, dv, slopes,
+            *strides(k), *strides(v), *strides(dk), *strides(dv), *beta.stride(),
+            mask_stride(key_mask), heads, keys, span, parts.shape[1],
+            D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows,
+            FULL=keys % t.rows == 0, HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys,
+            num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
+    return dk, dv, None if slopes is None else slopes.sum(-1)
+
+
+def prepared(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Any:
+    """q, k, v with contiguous rows and the mask with contiguous keys: views wherever possible."""
+    return rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), contiguous_mask(key_mask)

@@ -1,0 +1,68 @@
+"""Registration with torch.library, and what every launcher needs from its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("lln", "FRAGMENT")
+
+
+def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define ``lln::<schema>``, so that torch.compile keeps it whole; return the operator.
+
+    ``Library.define`` instead of ``custom_op``: the same guarantees at a lower price per call.
+    """
+    name = schema.split("(", 1)[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lln::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.lln, name).default
+
+
+def register_backward(name: str, backward: Callable[..., Any], save: Callable[..., Any]) -> None:
+    """Give ``lln::<name>`` its gradient; ``save(ctx, inputs, output)`` fills the context."""
+    torch.library.register_autograd(f"lln::{name}", backward, setup_context=save, lib=_LIBRARY)
+
+
+def rows_contiguous(x: Tensor) -> Tensor:
+    """The kernels take any strides but the last: copy only if a row is not contiguous."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def empty_rows(like: Tensor, width: int) -> Tensor:
+    """Uninitialised [B, H, N, width] in the memory order of ``like``.
+
+    A transposed projection [B, N, H, D] gets an output of the same order, so that merging the
+    heads afterwards copies nothing.
+    """
+    b, h, n, _ = like.shape
+    if like.stride(1) < like.stride(2):
+        return like.new_empty((b, n, h, width)).transpose(1, 2)
+    return like.new_empty((b, h, n, width))
+
+
+def strides(x: Tensor) -> tuple[int, ...]:
+    """Batch, head and row strides."""
+    return x.stride()[:3]
+
+
+def on_device(x: Tensor) -> AbstractContextManager[Any]:
+    """Launch on the device of ``x``; free when it is the current one."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return nullcontext()
+
+
+def contiguous_mask(mask: Tensor | None) -> Tensor | None:
+    """A mask [B, tokens] with contiguous tokens, copied only if they are not."""
+    return mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
+
+
+def mask_stride(mask: Tensor | None) -> int:
+    """Distance between the masks of two samples."""
+    return 0 if mask is None else mask.stride(0)

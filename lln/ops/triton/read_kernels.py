@@ -1,0 +1,220 @@
+# type: ignore
+"""Kernels over queries: reading a state, and the gradients to queries and to the state.
+
+    A_il = softmax_l(α q_il + L_l),   out_i = Σ_l A_il M_l
+
+The forward pass keeps ℓ_i = log Σ_l exp(α q_il + L_l), so that the backward pass needs no maximum
+and no sum to rebuild A. For float32 (PRECISE) it is kept as the maximum and the rest: one number
+would round the weights by 2⁻²⁴ ℓ. With G_il = dO_i·M_l and δ_i = Σ_l A_il G_il,
+
+    dq_il = α A_il (G_il − δ_i),   dM_l = Σ_i A_il dO_i,   dL_l = dM_l·M_l − Σ_i A_il δ_i.
+
+The parts of the state gradient hold dM_l and g_l = −Σ_i A_il δ_i, which is what the keys need.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from lln.ops.triton.features import (
+    FLOOR,
+    LOG2E,
+    dot,
+    dot_add,
+    jit,
+    load_parts,
+    load_tile,
+    normalized,
+    store_tile,
+)
+
+
+@jit
+def load_mean(MEAN, head, features, values, D: tl.constexpr, E: tl.constexpr):
+    """Mean of a block of features and values, 0 outside."""
+    block = (features < D)[:, None] & (values < E)[None, :]
+    pointers = MEAN + head * D * E + features[:, None] * E + values[None, :]
+    return tl.load(pointers, mask=block, other=0.0)
+
+
+@jit
+def load_log_mass(LOG_MASS, head, features, D: tl.constexpr, NATURAL: tl.constexpr):
+    """log2 mass of the features, −inf outside; states that users hold are natural logarithms."""
+    log_mass = tl.load(LOG_MASS + head * D + features, mask=features < D, other=float("-inf"))
+    if NATURAL:
+        log_mass *= LOG2E
+    return log_mass
+
+
+@jit
+def read_kernel(
+    Q,
+    OUT,
+    LSE,
+    ALPHA,
+    PARTS,
+    LOG_MASS,
+    MEAN,
+    NORM,
+    q_batch,
+    q_head,
+    q_row,
+    out_batch,
+    out_head,
+    out_row,
+    alpha_batch,
+    alpha_head,
+    heads,
+    group,
+    queries,
+    span,
+    count,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    ROWS: tl.constexpr,
+    FULL: tl.constexpr,
+    NATURAL: tl.constexpr,
+    PRECISE: tl.constexpr,
+    SAVE: tl.constexpr,
+):
+    """OUT of ``span`` queries of one head.
+
+    The state comes merged (PARTS is None: LOG_MASS, MEAN) or as ``count`` parts, which every
+    program merges for itself; then the first program of each key head stores the merged state.
+    SAVE asks for LSE, which the backward pass needs.
+    """
+    part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h = head // heads, head % heads
+    Q += b * q_batch + h * q_head
+    OUT += b * out_batch + h * out_head
+    scale = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32) * LOG2E
+    rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
+    values = tl.program_id(2) * BE + tl.arange(0, BE)
+    if PARTS is None:
+        log_mass = load_log_mass(LOG_MASS, head // group, features, D, NATURAL)
+        mean = load_mean(MEAN, head // group, features, values, D, E)
+    else:
+        first = head // group * count
+        peak, mass, total = load_parts(PARTS, first, count, features, values, D, E, BD, BE)
+        log_mass, mean = normalized(peak, mass, total)
+        if SAVE and part == 0 and head % group == 0:
+            inside = features < D
+            base = head // group * D + features
+            block = inside[:, None] & (values < E)[None, :]
+            tl.store(MEAN + base[:, None] * E + values[None, :], mean, mask=block)
+            if tl.program_id(2) == 0:
+                tl.store(LOG_MASS + base, log_mass, mask=inside)
+                tl.store(NORM + base + head // group * D, peak, mask=inside)
+                tl.store(NORM + base + head // group * D + D, mass, mask=inside)
+    mean = mean.to(Q.dtype.element_ty)
+
+    end = tl.minimum((part + 1) * span, queries)
+    for start in range(part * span, end, ROWS):
+        q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
+        x = q.to(tl.float32) * scale + log_mass[None, :]
+        top = tl.maximum(tl.max(x, axis=1), FLOOR)
+        p = tl.exp2(x - top[:, None])
+        mass = tl.sum(p, axis=1)
+        out = dot(p.to(mean.dtype), mean) * (1.0 / tl.where(mass == 0.0, 1.0, mass))[:, None]
+        store_tile(OUT, out_row, start, end, out, rows, values, E, BE, FULL)
+        if SAVE and tl.program_id(2) == 0:
+            # a row that sees nothing stores +inf: its weights are then exactly 0
+            rest = tl.where(mass == 0.0, float("inf"), tl.log2(mass))
+            inside = rows < end - start
+            if PRECISE:
+                tl.store(LSE + (head * 2 + 1) * queries + start + rows, rest, mask=inside)
+                tl.store(LSE + head * 2 * queries + start + rows, top, mask=inside)
+            else:
+                tl.store(LSE + head * queries + start + rows, top + rest, mask=inside)
+
+
+@jit
+def read_backward_kernel(
+    Q,
+    DOUT,
+    LSE,
+    ALPHA,
+    LOG_MASS,
+    MEAN,
+    DQ,
+    PARTS,
+    DALPHA,
+    q_batch,
+    q_head,
+    q_row,
+    dout_batch,
+    dout_head,
+    dout_row,
+    dq_batch,
+    dq_head,
+    dq_row,
+    alpha_batch,
+    alpha_head,
+    heads,
+    group,
+    queries,
+    span,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    ROWS: tl.constexpr,
+    FULL: tl.constexpr,
+    NATURAL: tl.constexpr,
+    PRECISE: tl.constexpr,
+):
+    """DQ of ``span`` queries and their part of (dM, g); DALPHA[head, part] if asked for."""
+    part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h = head // heads, head % heads
+    Q += b * q_batch + h * q_head
+    DOUT += b * dout_batch + h * dout_head
+    DQ += b * dq_batch + h * dq_head
+    LSE += head * queries * (2 if PRECISE else 1)
+    alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32)
+    rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
+    mine = tl.program_id(2) * BE + tl.arange(0, BE)  # the value block whose dM this program sums
+    log_mass = load_log_mass(LOG_MASS, head // group, features, D, NATURAL)
+    mean = load_mean(MEAN, head // group, features, mine, D, E).to(Q.dtype.element_ty)
+
+    dmean = tl.zeros([BD, BE], tl.float32)
+    weighted = tl.zeros([ROWS, BD], tl.float32)
+    slope = tl.zeros([ROWS, BD], tl.float32)
+    end = tl.minimum((part + 1) * span, queries)
+    for start in range(part * span, end, ROWS):
+        q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
+        dout = load_tile(DOUT, dout_row, start, end, rows, mine, E, BE, FULL)
+        lse = tl.load(LSE + start + rows, mask=rows < end - start, other=float("inf"))
+        x = q.to(tl.float32) * (alpha * LOG2E) + log_mass[None, :] - lse[:, None]
+        if PRECISE:
+            rest = tl.load(LSE + queries + start + rows, mask=rows < end - start, other=0.0)
+            x -= rest[:, None]
+        p = tl.exp2(x)
+        if E <= BE:
+            g = dot(dout, tl.trans(mean))
+        else:
+            g = tl.zeros([ROWS, BD], tl.float32)
+            for block in tl.static_range(0, E, BE):
+                values = block + tl.arange(0, BE)
+                other_mean = load_mean(MEAN, head // group, features, values, D, E)
+                other_dout = load_tile(DOUT, dout_row, start, end, rows, values, E, BE, FULL)
+                g = dot_add(other_dout, tl.trans(other_mean.to(mean.dtype)), g)
+        delta = tl.sum(p * g, axis=1)
+        gradient = p * (g - delta[:, None])
+        weighted += p * delta[:, None]
+        if DALPHA is not None:
+            slope += gradient * q.to(tl.float32)
+        if tl.program_id(2) == 0:
+            store_tile(DQ, dq_row, start, end, gradient * alpha, rows, features, D, BD, FULL)
+        dmean = dot_add(tl.trans(p.to(dout.dtype)), dout, dmean)
+
+    index = head * tl.num_programs(0) + part
+    base = PARTS + index * (D * E + D)
+    inside = features < D
+    block = inside[:, None] & (mine < E)[None, :]
+    tl.store(base + features[:, None] * E + mine[None, :], dmean, mask=block)
+    if tl.program_id(2) == 0:
+        tl.store(base + D * E + features, -tl.sum(weighted, axis=0), mask=inside)
+        if DALPHA is not None:
+            tl.store(DALPHA + index, tl.sum(slope))

@@ -1,0 +1,142 @@
+# type: ignore
+"""Kernels of the statistics: count, mean and squared deviation of parts, and their merge.
+
+Each program keeps Σ (x − c) and Σ (x − c)² around c, the mean of its first tile, so that a large
+common offset costs no digits; the parts merge by their counts, means and squared deviations.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from lln.ops.triton.features import jit, load_tile
+
+
+@jit
+def moments_kernel(
+    Q,
+    K,
+    QUERY_MASK,
+    KEY_MASK,
+    PARTS,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    query_mask_batch,
+    key_mask_batch,
+    samples,
+    heads,
+    kv_heads,
+    queries,
+    keys,
+    q_span,
+    k_span,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """PARTS[head, part] = (count, mean, squared deviation): query heads first, then key heads."""
+    part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    index = head * tl.num_programs(0) + part
+    if head < samples * heads:
+        b, h = head // heads, head % heads
+        _moments(
+            Q + b * q_batch + h * q_head, q_row, QUERY_MASK, b * query_mask_batch,
+            PARTS + index * 3, part * q_span, tl.minimum((part + 1) * q_span, queries), D, BD, ROWS,
+        )  # fmt: skip
+    else:
+        head -= samples * heads
+        b, h = head // kv_heads, head % kv_heads
+        _moments(
+            K + b * k_batch + h * k_head, k_row, KEY_MASK, b * key_mask_batch,
+            PARTS + index * 3, part * k_span, tl.minimum((part + 1) * k_span, keys), D, BD, ROWS,
+        )  # fmt: skip
+
+
+@jit
+def _moments(
+    X,
+    x_row,
+    MASK,
+    mask_offset,
+    PART,
+    begin,
+    end,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Count, mean and squared deviation of rows begin … end of one head."""
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, BD)
+    x, keep = _tile(X, x_row, MASK, mask_offset, begin, end, rows, columns, D, BD)
+    center = tl.sum(x) / tl.maximum(tl.sum(keep), 1.0)
+    count = tl.zeros([ROWS, BD], tl.float32)
+    first = tl.zeros([ROWS, BD], tl.float32)
+    second = tl.zeros([ROWS, BD], tl.float32)
+    for start in range(begin, end, ROWS):
+        x, keep = _tile(X, x_row, MASK, mask_offset, start, end, rows, columns, D, BD)
+        x = (x - center) * keep
+        count += keep
+        first += x
+        second += x * x
+    n = tl.sum(count)
+    shift = tl.sum(first) / tl.maximum(n, 1.0)
+    tl.store(PART, n)
+    tl.store(PART + 1, center + shift)
+    tl.store(PART + 2, tl.sum(second) - n * shift * shift)
+
+
+@jit
+def _tile(
+    X,
+    x_row,
+    MASK,
+    mask_offset,
+    start,
+    end,
+    rows,
+    columns,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """A tile in float32, zero where masked, and 1.0 / 0.0 for counted elements."""
+    x = load_tile(X, x_row, start, end, rows, columns, D, BD, False).to(tl.float32)
+    keep = rows < end - start
+    if MASK is not None:
+        keep = tl.load(MASK + mask_offset + start + rows, mask=keep, other=0) != 0
+        x = tl.where(keep[:, None], x, 0.0)
+    return x, tl.where(keep[:, None] & (columns < D)[None, :], 1.0, 0.0)
+
+
+@jit
+def deviation_kernel(
+    PARTS,
+    SIGMA_Q,
+    SIGMA_K,
+    samples,
+    heads,
+    q_count,
+    k_count,
+    BLOCK: tl.constexpr,
+):
+    """Merge the parts of one key head and of the query heads that share it."""
+    head = tl.program_id(0).to(tl.int64)
+    _deviation(PARTS + head * q_count * 3, q_count, SIGMA_Q + head, BLOCK)
+    keys = PARTS + (samples.to(tl.int64) * heads + head) * k_count * 3
+    _deviation(keys, k_count, SIGMA_K + head, BLOCK)
+
+
+@jit
+def _deviation(PARTS, count, SIGMA, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    inside = index < count
+    n = tl.load(PARTS + index * 3, mask=inside, other=0.0)
+    mean = tl.load(PARTS + index * 3 + 1, mask=inside, other=0.0)
+    square = tl.load(PARTS + index * 3 + 2, mask=inside, other=0.0)
+    total = tl.maximum(tl.sum(n), 1.0)
+    shift = mean - tl.sum(n * mean) / total
+    variance = tl.sum(square + n * shift * shift) / total
+    tl.store(SIGMA, tl.sqrt(tl.maximum(variance, 0.0)))

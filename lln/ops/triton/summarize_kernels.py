@@ -1,0 +1,279 @@
+# type: ignore
+"""Kernels over keys: partial states, their merge, and the gradients to keys and values.
+
+    L_l = log Σ_j exp(β k_jl),   M_l = Σ_j exp(β k_jl − L_l) v_j
+
+Each program walks ``span`` keys of one head with a running peak per feature, so nothing overflows
+whatever the keys are. Several programs per head fill the chip when there are few heads; their
+parts merge exactly. The backward pass recomputes exp(β k − peak) and needs only the gradients of
+the state: with g_l = dL_l − dM_l·M_l and B_jl = exp(β k_jl − L_l),
+
+    dv_j = Σ_l B_jl dM_l,      d(β k_jl) = B_jl (v_j·dM_l + g_l).
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from lln.ops.triton.features import (
+    FLOOR,
+    LN2,
+    LOG2E,
+    dot,
+    dot_add,
+    jit,
+    key_exponents,
+    load_parts,
+    load_tile,
+    normalized,
+    store_tile,
+)
+
+
+@jit
+def summarize_kernel(
+    K,
+    V,
+    BETA,
+    MASK,
+    PARTS,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    beta_batch,
+    beta_head,
+    mask_batch,
+    heads,
+    keys,
+    span,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    ROWS: tl.constexpr,
+    FULL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):
+    """PARTS[head, part] = (sum, peak, mass) of keys part·span … (part + 1)·span."""
+    part, head = tl.program_id(0), tl.program_id(1)
+    b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
+    K += b * k_batch + h * k_head
+    V += b * v_batch + h * v_head
+    scale = tl.load(BETA + b * beta_batch + h * beta_head).to(tl.float32) * LOG2E
+    rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
+    values = tl.program_id(2) * BE + tl.arange(0, BE)
+
+    peak = tl.full([BD], FLOOR, tl.float32)
+    mass = tl.zeros([ROWS, BD], tl.float32)  # summed over rows once, at the end
+    total = tl.zeros([BD, BE], tl.float32)
+    end = tl.minimum((part + 1) * span, keys)
+    for start in range(part * span, end, ROWS):
+        k = load_tile(K, k_row, start, end, rows, features, D, BD, FULL)
+        v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
+        x = key_exponents(k, scale, features, D, BD, NORMALIZE)
+        if HAS_MASK or not FULL:
+            keep = rows < end - start
+            if HAS_MASK:
+                keep = tl.load(MASK + b * mask_batch + start + rows, mask=keep, other=0) != 0
+                v = tl.where(keep[:, None], v, 0.0)
+            x = tl.where(keep[:, None], x, float("-inf"))
+        top = tl.maximum(peak, tl.max(x, axis=0))
+        shrink = tl.exp2(peak - top)
+        p = tl.exp2(x - top[None, :])
+        mass = mass * shrink[None, :] + p
+        total = dot_add(tl.trans(p.to(v.dtype)), v, total * shrink[:, None])
+        peak = top
+
+    base = PARTS + (head.to(tl.int64) * tl.num_programs(0) + part) * (D * E + 2 * D)
+    inside = features < D
+    tl.store(
+        base + features[:, None] * E + values[None, :],
+        total,
+        mask=inside[:, None] & (values < E)[None, :],
+    )
+    if tl.program_id(2) == 0:
+        tl.store(base + D * E + features, peak, mask=inside)
+        tl.store(base + D * E + D + features, tl.sum(mass, axis=0), mask=inside)
+
+
+@jit
+def merge_kernel(
+    PARTS,
+    LOG_MASS,
+    MEAN,
+    NORM,
+    count,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    NATURAL: tl.constexpr,
+):
+    """LOG_MASS, MEAN and NORM of BD features of one head from its ``count`` parts."""
+    head = tl.program_id(0).to(tl.int64)
+    features = tl.program_id(1) * BD + tl.arange(0, BD)
+    values = tl.program_id(2) * BE + tl.arange(0, BE)
+    peak, mass, total = load_parts(PARTS, head * count, count, features, values, D, E, BD, BE)
+    log_mass, mean = normalized(peak, mass, total)
+    inside = features < D
+    block = inside[:, None] & (values < E)[None, :]
+    tl.store(MEAN + head * D * E + features[:, None] * E + values[None, :], mean, mask=block)
+    if tl.program_id(2) == 0:
+        if NATURAL:
+            log_mass *= LN2
+        tl.store(LOG_MASS + head * D + features, log_mass, mask=inside)
+        tl.store(NORM + head * 2 * D + features, peak, mask=inside)
+        tl.store(NORM + head * 2 * D + D + features, mass, mask=inside)
+
+
+@jit
+def merge_gradients_kernel(
+    PARTS,
+    OUT,
+    count,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+):
+    """OUT[head] = Σ of ``count`` consecutive gradient parts; a part is D·E of dM, then D of g."""
+    head = tl.program_id(0).to(tl.int64)
+    features = tl.program_id(1) * BD + tl.arange(0, BD)
+    values = tl.program_id(2) * BE + tl.arange(0, BE)
+    size: tl.constexpr = D * E + D
+    dmean, g = load_gradients(PARTS, head * count, count, features, values, D, E, BD, BE)
+    inside = features < D
+    block = inside[:, None] & (values < E)[None, :]
+    tl.store(OUT + head * size + features[:, None] * E + values[None, :], dmean, mask=block)
+    if tl.program_id(2) == 0:
+        tl.store(OUT + head * size + D * E + features, g, mask=inside)
+
+
+@jit
+def load_gradients(
+    PARTS,
+    first,
+    count,
+    features,
+    values,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+):
+    """Sum of ``count`` gradient parts: dM of a block of features and values, g of the features."""
+    dmean = tl.zeros([BD, BE], tl.float32)
+    g = tl.zeros([BD], tl.float32)
+    inside = features < D
+    block = inside[:, None] & (values < E)[None, :]
+    for part in range(count):
+        base = PARTS + (first + part) * (D * E + D)
+        dmean += tl.load(base + features[:, None] * E + values[None, :], mask=block, other=0.0)
+        g += tl.load(base + D * E + features, mask=inside, other=0.0)
+    return dmean, g
+
+
+@jit
+def summarize_backward_kernel(
+    K,
+    V,
+    BETA,
+    MASK,
+    NORM,
+    PARTS,
+    DK,
+    DV,
+    DBETA,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    dk_batch,
+    dk_head,
+    dk_row,
+    dv_batch,
+    dv_head,
+    dv_row,
+    beta_batch,
+    beta_head,
+    mask_batch,
+    heads,
+    keys,
+    span,
+    count,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    ROWS: tl.constexpr,
+    FULL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):
+    """DK, DV of ``span`` keys; DBETA[head, part] if asked for. B is scaled by its largest entry.
+
+    exp(β k − peak) ≤ 1 keeps its bits in float16 whatever the number of keys; the factor
+    exp(peak − L) = 1 / mass goes into dM and g, where it is applied once per program.
+    """
+    part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h = head // heads, head % heads
+    K += b * k_batch + h * k_head
+    V += b * v_batch + h * v_head
+    DK += b * dk_batch + h * dk_head
+    DV += b * dv_batch + h * dv_head
+    beta = tl.load(BETA + b * beta_batch + h * beta_head).to(tl.float32)
+    rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
+    inside = features < D
+    dtype: tl.constexpr = V.dtype.element_ty
+
+    NORM += head * 2 * D
+    peak = tl.load(NORM + features, mask=inside, other=0.0)
+    mass = tl.load(NORM + D + features, mask=inside, other=0.0)
+    shrink = tl.where(mass == 0.0, 0.0, 1.0 / tl.where(mass == 0.0, 1.0, mass))
+    values = tl.arange(0, BE)
+    dmean, g = load_gradients(PARTS, head * count, count, features, values, D, E, BD, BE)
+    g *= shrink
+    weight = (dmean * shrink[:, None]).to(dtype)
+
+    slope = tl.zeros([ROWS, BD], tl.float32)
+    end = tl.minimum((part + 1) * span, keys)
+    for start in range(part * span, end, ROWS):
+        k = load_tile(K, k_row, start, end, rows, features, D, BD, FULL)
+        x = key_exponents(k, beta * LOG2E, features, D, BD, NORMALIZE)
+        if HAS_MASK or not FULL:
+            keep = rows < end - start
+            if HAS_MASK:
+                keep = tl.load(MASK + b * mask_batch + start + rows, mask=keep, other=0) != 0
+            x = tl.where(keep[:, None], x, float("-inf"))
+        p = tl.exp2(x - peak[None, :])
+        ph = p.to(dtype)
+        gradient = tl.zeros([ROWS, BD], tl.float32) + g[None, :]
+        for block in tl.static_range(0, E, BE):
+            values = block + tl.arange(0, BE)
+            if E > BE:
+                # with several value blocks the gradient parts are already merged: count == 1
+                dmean, _ = load_gradients(PARTS, head, 1, features, values, D, E, BD, BE)
+                weight = (dmean * shrink[:, None]).to(dtype)
+            v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
+            if HAS_MASK:
+                v = tl.where(keep[:, None], v, 0.0)
+            dv = dot(ph, weight)
+            store_tile(DV, dv_row, start, end, dv, rows, values, E, BE, FULL)
+            gradient = dot_add(v, tl.trans(weight), gradient)
+        gradient *= p
+        if NORMALIZE:
+            gradient -= tl.exp2(x) * tl.sum(gradient, axis=1)[:, None]
+        if DBETA is not None:
+            clean = k.to(tl.float32)
+            if HAS_MASK:
+                clean = tl.where(keep[:, None], clean, 0.0)
+            slope += gradient * clean
+        store_tile(DK, dk_row, start, end, gradient * beta, rows, features, D, BD, FULL)
+    if DBETA is not None:
+        tl.store(DBETA + head * tl.num_programs(0) + part, tl.sum(slope))

@@ -1,0 +1,43 @@
+"""The kernels run in Triton's interpreter where there is no GPU; nothing is skipped."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+from contextlib import suppress
+
+import pytest
+import torch
+
+import lln.ops.triton as kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def import_interpreted() -> None:
+    """Triton reads the variable when it is imported and when a kernel is decorated, not later."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        with suppress(ImportError):  # imported at the first launch otherwise
+            importlib.import_module("triton.experimental.gluon")
+        for module in pkgutil.iter_modules(kernels.__path__):
+            importlib.import_module(f"{kernels.__name__}.{module.name}")
+    finally:
+        del os.environ["TRITON_INTERPRET"]  # the dispatch of other tests must not see it
+
+
+if DEVICE == "cpu":
+    import_interpreted()
+
+
+@pytest.fixture
+def device() -> str:
+    return DEVICE
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """NumPy warns of the infinities that the interpreter meets on purpose."""
+    quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+    for item in items:
+        item.add_marker(quiet)
