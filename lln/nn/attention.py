@@ -1,0 +1,334 @@
+"""LLNAttention: the attention core as a module, with its statistics, branches and dropouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from lln.functional import _autocast
+from lln.moments import MomentFit
+from lln.nn.statistics import CAUSAL_NEEDS_STORED_STATISTICS, Matching, choose_statistics
+from lln.ops.arguments import check_mask, check_positive_int, check_qkv
+from lln.ops.bidirectional import bidirectional
+from lln.ops.block_diagonal import block_diagonal
+from lln.ops.causal import causal
+from lln.ops.lln_diag import lln_diag
+from lln.protocols import compute_dtype
+
+MIXES = ("average", "learned")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Everything one forward pass decides before it reads a value: scales, weights, dropout masks.
+
+    The output is linear in v given a draw, so the attention matrix is the same draw applied to the
+    identity.
+    """
+
+    alpha: Float[Tensor, "B H"]
+    beta: Float[Tensor, "B Hkv"]
+    key_mask: Bool[Tensor, "B M"] | None
+    is_causal: bool
+    mix: Float[Tensor, " H"] | None
+    diag_kept: Bool[Tensor, " B"] | None
+    slot_dropout: Float[Tensor, "B H N D"] | None
+    probability_dropout: Float[Tensor, "B H N C"] | None
+
+
+class LLNAttention(nn.Module):
+    r"""Linear log-normal attention on ``[B, H, N, D]``, alone or averaged with a diagonal branch.
+
+    Eq. (8)–(10) of arXiv:2311.13541 in their exact form, and Fig. 3 with ``diag_block``:
+        out = A M,  A_il = softmax_l(α q_il + L_l),  M_l = Σ_j exp(β k_jl − L_l) v_j,
+        out = w · LLN + (1 − w) · BlockDiagSoftmax,  w = ½ or learned per head.
+
+    Args:
+        num_kv_heads: Key and value heads, a divisor of ``num_heads`` (GQA); default ``num_heads``.
+        causal: Each query sees the keys up to its own position (bottom-right aligned when M ≠ N).
+            Needs ``statistics="running"`` or ``"fixed"``.
+        diag_block: Block size of the softmax branch of LLN+Diag; None for LLN alone.
+        method: "paper", "variance", "entropy" or a fitted line, see :func:`lln.match_moments`.
+        target: "product" matches σ_q²σ_k², "measured" the true variance of the scores (eq. 5).
+        statistics: Where α and β come from. "sample": measured in each sample and head.
+            "running": averages over the training batches, frozen in evaluation, so that the output
+            of a sample never depends on its batch there. "fixed": constants, see ``calibrate_``.
+            Before the first batch "running" assumes σ_q = σ_k = 1, as does "fixed" without
+            ``alpha`` and ``beta``.
+        alpha, beta: For "fixed": a number, or one value per head (``[H]`` and ``[Hkv]``).
+        normalize_keys: Use log_softmax_l(β k) as key features, the unbiased variant.
+        mix: "average" gives both branches the weight ½; "learned" gives the LLN branch of head h
+            the weight sigmoid(mix_logit_h), which starts at ½.
+        learn_scale: Multiply α by exp(log_alpha_h) and β by exp(log_beta_h), learned from zero.
+        dropout: Probability of dropping an entry of the slot weights A and of the block
+            probabilities while training; kept entries are divided by 1 − dropout.
+        diag_dropout: Probability, per sample and while training, of leaving the diagonal branch
+            out: that sample's output is the LLN branch alone, with weight 1. Nothing is rescaled,
+            and evaluation always uses both. It keeps a model from routing around the LLN branch.
+        momentum: For "running": weight of a new batch; None for the mean over all batches.
+        scale: Factor of q·k in the diagonal branch; default 1/√head_dim.
+        impl: "triton", "eager" or "reference"; None takes the fastest that accepts the tensors.
+
+    Numerics: sums are kept in float32 or wider, the output has the dtype of q. α and β are
+    constants of the backward pass except for the learned factors. The learned parameters are zero
+    at their neutral value, so weight decay pulls them towards the plain method.
+
+    Example:
+        >>> core = LLNAttention(num_heads=4, head_dim=64, diag_block=64)
+        >>> out = core(q, k, v, key_mask=valid)     # q, k, v [2, 4, 128, 64], valid [2, 128]
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int | None = None,
+        causal: bool = False,
+        diag_block: int | None = None,
+        method: str | MomentFit = "paper",
+        target: str = "product",
+        statistics: str = "sample",
+        alpha: float | Sequence[float] | Tensor | None = None,
+        beta: float | Sequence[float] | Tensor | None = None,
+        normalize_keys: bool = False,
+        mix: str = "average",
+        learn_scale: bool = False,
+        dropout: float = 0.0,
+        diag_dropout: float = 0.0,
+        momentum: float | None = 0.1,
+        scale: float | None = None,
+        impl: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.causal = causal
+        self.diag_block = diag_block
+        self.mix = mix
+        self.dropout = dropout
+        self.diag_dropout = diag_dropout
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.impl = impl
+        self._check_arguments()
+        matching = Matching(num_heads, self.num_kv_heads, head_dim, method, target, normalize_keys)
+        self.statistics = choose_statistics(
+            statistics, matching, momentum=momentum, alpha=alpha, beta=beta, device=device
+        )
+        if causal and statistics == "sample":
+            raise ValueError(CAUSAL_NEEDS_STORED_STATISTICS)
+
+        def learned(heads: int, wanted: bool) -> nn.Parameter | None:
+            return nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) if wanted else None
+
+        self.mix_logit = learned(num_heads, mix == "learned")
+        self.log_alpha = learned(num_heads, learn_scale)
+        self.log_beta = learned(self.num_kv_heads, learn_scale)
+
+    def forward(
+        self,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B Hkv M D"],
+        v: Float[Tensor, "B Hkv M E"],
+        key_mask: Bool[Tensor, "B M"] | None = None,
+        query_mask: Bool[Tensor, "B N"] | None = None,
+    ) -> Float[Tensor, "B H N E"]:
+        """Attend; masks are True at valid tokens.
+
+        ``key_mask`` says which keys may be attended. ``query_mask`` says which queries count for
+        the statistics, and only that: every query gets an output. Neither is guessed from the
+        other.
+        """
+        q, k, v = _autocast(q, k, v)
+        self._check_inputs(q, k, key_mask, query_mask)
+        check_qkv(q, k, v)
+        draw = self.draw(q, k, key_mask=key_mask, query_mask=query_mask, is_causal=self.causal)
+        return self.attend(q, k, v, draw)
+
+    def weights(
+        self,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B Hkv M D"],
+        key_mask: Bool[Tensor, "B M"] | None = None,
+        query_mask: Bool[Tensor, "B N"] | None = None,
+    ) -> Float[Tensor, "B H N M"]:
+        """The attention matrix, O(N M) memory: for looking at, not for training on long inputs.
+
+        In training mode this is a forward pass like any other: dropout acts and running statistics
+        move.
+        """
+        q, k = _autocast(q, k)
+        self._check_inputs(q, k, key_mask, query_mask)
+        draw = self.draw(q, k, key_mask=key_mask, query_mask=query_mask, is_causal=self.causal)
+        return self.attention_matrix(q, k, draw)
+
+    @torch.no_grad()
+    def calibrate_(
+        self,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B Hkv M D"],
+        key_mask: Bool[Tensor, "B M"] | None = None,
+        query_mask: Bool[Tensor, "B N"] | None = None,
+    ) -> LLNAttention:
+        """Set the stored statistics ("running") or α and β ("fixed") from these tensors.
+
+        Variances are averaged over the samples, weighted by their valid tokens. Returns the module.
+        """
+        self._check_inputs(q, k, key_mask, query_mask)
+        self.statistics.calibrate_(q, k, key_mask=key_mask, query_mask=query_mask)
+        return self
+
+    def scales(self) -> tuple[Float[Tensor, " H"], Float[Tensor, " Hkv"]]:
+        """α and β as evaluation uses them, for :func:`lln.prefill` and :func:`lln.attention`."""
+        return self._learned(*self.statistics.stored())
+
+    def _learned(self, alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        """Apply the learned factors, if there are any."""
+        if self.log_alpha is None or self.log_beta is None:
+            return alpha, beta
+        return alpha * self.log_alpha.to(alpha).exp(), beta * self.log_beta.to(beta).exp()
+
+    def draw(
+        self,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B Hkv M D"],
+        *,
+        key_mask: Bool[Tensor, "B M"] | None = None,
+        query_mask: Bool[Tensor, "B N"] | None = None,
+        is_causal: bool = False,
+        dropout: float | None = None,
+    ) -> Draw:
+        """Take the statistics and throw the dice of one forward pass."""
+        batch, dtype = q.shape[0], compute_dtype(q, k)
+        alpha, beta = self._learned(
+            *self.statistics(q, k, key_mask=key_mask, query_mask=query_mask, is_causal=is_causal)
+        )
+        dropout = self.dropout if dropout is None else dropout
+        dropout = dropout if self.training else 0.0
+        return Draw(
+            alpha=alpha.to(dtype).expand(batch, -1),
+            beta=beta.to(dtype).expand(batch, -1),
+            key_mask=key_mask,
+            is_causal=is_causal,
+            mix=None if self.mix_logit is None else self.mix_logit.to(dtype).sigmoid(),
+            diag_kept=_coins(q, self.diag_dropout if self.training else 0.0),
+            slot_dropout=_keep_mask(q, self.head_dim, dropout),
+            probability_dropout=_keep_mask(q, self.diag_block, dropout),
+        )
+
+    def attend(
+        self,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B Hkv M D"],
+        v: Float[Tensor, "B Hkv M E"],
+        draw: Draw,
+        impl: str | None = None,
+    ) -> Float[Tensor, "B H N E"]:
+        """The output for a draw; linear in v."""
+        linear = {
+            "alpha": draw.alpha,
+            "beta": draw.beta,
+            "normalize_keys": self.statistics.matching.normalize_keys,
+            "slot_dropout": draw.slot_dropout,
+        }
+        shared = {"key_mask": draw.key_mask, "impl": impl or self.impl}
+        op = causal if draw.is_causal else bidirectional
+        if self.diag_block is None:
+            return op(q, k, v, **linear, **shared)
+        local = {
+            "block": self.diag_block,
+            "scale": self.scale,
+            "is_causal": draw.is_causal,
+            "probability_dropout": draw.probability_dropout,
+        }
+        if draw.diag_kept is None:
+            return lln_diag(q, k, v, mix=draw.mix, **linear, **local, **shared)
+        weight = 0.5 if draw.mix is None else draw.mix
+        weight = torch.where(draw.diag_kept[:, None], weight, 1.0)[..., None, None].to(q.dtype)
+        return torch.lerp(
+            block_diagonal(q, k, v, **local, **shared), op(q, k, v, **linear, **shared), weight
+        )
+
+    def attention_matrix(
+        self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv M D"], draw: Draw
+    ) -> Float[Tensor, "B H N M"]:
+        """P with P v = ``attend(q, k, v, draw)`` for every v: the output for v = identity."""
+        keys = k.shape[2]
+        if keys == 0:
+            return q.new_zeros((*q.shape[:3], 0))
+        identity = torch.eye(keys, dtype=q.dtype, device=q.device)
+        identity = identity.expand(k.shape[0], k.shape[1], keys, keys)
+        return self.attend(q, k, identity, draw, impl="eager")
+
+    def _check_inputs(
+        self, q: Tensor, k: Tensor, key_mask: Tensor | None, query_mask: Tensor | None
+    ) -> None:
+        for name, x, heads in (("q", q, self.num_heads), ("k", k, self.num_kv_heads)):
+            if x.ndim != 4 or x.shape[1] != heads or x.shape[3] != self.head_dim:
+                raise ValueError(
+                    f"{name} has shape {list(x.shape)}; this module takes "
+                    f"[batch, {heads}, tokens, {self.head_dim}] (heads before tokens)"
+                )
+        check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k)
+        check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q)
+
+    def _check_arguments(self) -> None:
+        """What can be wrong at construction, said before anything is computed."""
+        if min(self.num_heads, self.head_dim, self.num_kv_heads) < 1:
+            raise ValueError(
+                f"num_heads={self.num_heads}, head_dim={self.head_dim}, "
+                f"num_kv_heads={self.num_kv_heads} must be positive"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        if self.mix not in MIXES:
+            raise ValueError(f"mix={self.mix!r} is unknown; choose from {', '.join(MIXES)}")
+        for name in ("dropout", "diag_dropout"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not a probability in [0, 1]")
+        if self.diag_block is not None:
+            check_positive_int("diag_block", self.diag_block)
+        if self.diag_block is None and (self.mix != "average" or self.diag_dropout > 0):
+            raise ValueError(
+                f"mix={self.mix!r}, diag_dropout={self.diag_dropout} need the diagonal branch; "
+                "give diag_block as well"
+            )
+
+    def extra_repr(self) -> str:
+        """Heads, width, and the options that differ from their defaults."""
+        options = {
+            "num_kv_heads": (self.num_kv_heads, self.num_heads),
+            "causal": (self.causal, False),
+            "diag_block": (self.diag_block, None),
+            "mix": (self.mix, "average"),
+            "learn_scale": (self.log_alpha is not None, False),
+            "dropout": (self.dropout, 0.0),
+            "diag_dropout": (self.diag_dropout, 0.0),
+            "scale": (self.scale, self.head_dim**-0.5),
+            "impl": (self.impl, None),
+        }
+        shown = [f"{name}={value!r}" for name, (value, usual) in options.items() if value != usual]
+        return ", ".join([str(self.num_heads), str(self.head_dim), *shown])
+
+
+def _coins(q: Tensor, dropped: float) -> Tensor | None:
+    """One coin per sample: True = keep the diagonal branch; None when it is never dropped."""
+    return None if dropped == 0 else torch.rand(q.shape[0], device=q.device) >= dropped
+
+
+def _keep_mask(q: Tensor, width: int | None, probability: float) -> Tensor | None:
+    """0 where dropped, 1/(1 − p) where kept; None when nothing is dropped."""
+    if width is None or probability == 0:
+        return None
+    ones = q.new_ones((*q.shape[:3], width), dtype=compute_dtype(q))
+    return F.dropout(ones, probability)

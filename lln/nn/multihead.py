@@ -1,0 +1,342 @@
+"""LLNMultiheadAttention: ``torch.nn.MultiheadAttention`` with LLN attention inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.init import constant_, xavier_normal_, xavier_uniform_
+
+from lln.moments import MomentFit
+from lln.nn.attention import LLNAttention
+from lln.nn.masks import check_causal_mask, pad_nested, unpad_nested, valid_keys
+
+
+class LLNMultiheadAttention(nn.MultiheadAttention):
+    r"""Drop-in for :class:`torch.nn.MultiheadAttention`: projections, heads, LLN attention.
+
+    Same constructor arguments (then those of :class:`lln.nn.LLNAttention`), same ``forward``, same
+    returned tuple, same names in the state dict: weights load from a softmax module and back. LLN's
+    own entries, if the options ask for any, live under ``attention.``; loading a softmax state dict
+    leaves them as they are.
+
+    Args:
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first:
+            As in torch, where ``dropout`` acts as in :class:`lln.nn.LLNAttention`.
+        diag_block, method, target, statistics, alpha, beta, normalize_keys, mix, learn_scale,
+            diag_dropout, momentum, scale, impl: See :class:`lln.nn.LLNAttention`. Causality is an
+            argument of ``forward``, as in torch.
+
+    Numerics: ``need_weights=True`` (torch's default) builds the N×M matrix; pass False to keep the
+    cost linear. The output is the same either way.
+
+    Example:
+        >>> layer = nn.TransformerEncoderLayer(256, 4, batch_first=True)
+        >>> layer.self_attn = LLNMultiheadAttention(256, 4, batch_first=True, diag_block=64)
+    """
+
+    in_proj_weight: nn.Parameter | None
+    in_proj_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        diag_block: int | None = None,
+        method: str | MomentFit = "paper",
+        target: str = "product",
+        statistics: str = "sample",
+        alpha: float | Sequence[float] | Tensor | None = None,
+        beta: float | Sequence[float] | Tensor | None = None,
+        normalize_keys: bool = False,
+        mix: str = "average",
+        learn_scale: bool = False,
+        diag_dropout: float = 0.0,
+        momentum: float | None = 0.1,
+        scale: float | None = None,
+        impl: str | None = None,
+    ) -> None:
+        if embed_dim <= 0 or num_heads <= 0 or embed_dim % num_heads:
+            raise ValueError(
+                f"embed_dim={embed_dim} must be a positive multiple of num_heads={num_heads}"
+            )
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout=dropout,
+            bias=bias,
+            add_bias_kv=add_bias_kv,
+            add_zero_attn=add_zero_attn,
+            kdim=kdim,
+            vdim=vdim,
+            batch_first=batch_first,
+            device=device,
+            dtype=dtype,
+        )
+        # torch's encoder layers run their own softmax kernel in eval mode when this is True.
+        self._qkv_same_embed_dim = False
+        if diag_block is not None and (add_bias_kv or add_zero_attn):
+            raise ValueError(
+                f"diag_block={diag_block} counts positions, and the extra keys of add_bias_kv and "
+                "add_zero_attn have none; use diag_block without them"
+            )
+        self.attention = LLNAttention(
+            num_heads,
+            embed_dim // num_heads,
+            diag_block=diag_block,
+            method=method,
+            target=target,
+            statistics=statistics,
+            alpha=alpha,
+            beta=beta,
+            normalize_keys=normalize_keys,
+            mix=mix,
+            learn_scale=learn_scale,
+            dropout=dropout,
+            diag_dropout=diag_dropout,
+            momentum=momentum,
+            scale=scale,
+            impl=impl,
+            device=device,
+            dtype=dtype,
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend with torch's shapes and conventions.
+
+        Args:
+            key_padding_mask: True (or −inf) = ignore this key. In self-attention (``query is key``)
+                the same tokens are also left out of the query statistics; with another ``query``
+                every one of its tokens counts.
+            need_weights: Also return the attention matrix, O(L S) time and memory.
+            attn_mask: None, or the square causal mask together with ``is_causal=True``.
+            is_causal: Needs ``statistics="running"`` or ``"fixed"``; unlike in torch it may be
+                given without the mask.
+
+        Returns:
+            The output, and the weights (averaged over heads unless ``average_attn_weights=False``)
+            or None. Weights times values give the output before ``out_proj``; extra keys of
+            ``add_bias_kv`` and ``add_zero_attn`` are the last columns, as in torch.
+        """
+        if query.is_nested or key.is_nested or value.is_nested:
+            return self._forward_nested(
+                query, key, value, key_padding_mask, need_weights, attn_mask
+            )
+        self._check_inputs(query, key, value)
+        query_is_key, batched = query is key, query.dim() == 3
+        if not batched:
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        q, k, v = self._project(query, key, value)
+        queries, keys = q.shape[2], k.shape[2]
+        check_causal_mask(attn_mask, is_causal=is_causal, queries=queries, keys=keys)
+        key_mask = valid_keys(key_padding_mask, (k.shape[0], keys))
+        query_mask = key_mask if query_is_key else None
+
+        k, v, key_mask = self._add_extra_keys(k, v, key_mask)
+        draw = self.attention.draw(
+            q,
+            k,
+            key_mask=key_mask,
+            query_mask=query_mask,
+            is_causal=is_causal,
+            dropout=self.dropout,
+        )
+        heads = self.attention.attend(q, k, v, draw)
+        out = self.out_proj(heads.transpose(1, 2).flatten(2))
+        weights = None
+        if need_weights:
+            weights = self.attention.attention_matrix(q, k, draw).roll(keys - k.shape[2], -1)
+            weights = weights.mean(1) if average_attn_weights else weights
+        if not batched:
+            return out[0], None if weights is None else weights[0]
+        return out if self.batch_first else out.transpose(0, 1), weights
+
+    @torch.no_grad()
+    def calibrate_(
+        self, query: Tensor, key: Tensor | None = None, key_padding_mask: Tensor | None = None
+    ) -> LLNMultiheadAttention:
+        """Set the stored statistics from these inputs; ``key`` defaults to ``query``.
+
+        See :meth:`lln.nn.LLNAttention.calibrate_`. Returns the module.
+        """
+        key = query if key is None else key
+        self._check_inputs(query, key)
+        (q_weight, k_weight, _), (q_bias, k_bias, _) = self._projections()
+        q = self._split_heads(F.linear(query, q_weight, q_bias))
+        k = self._split_heads(F.linear(key, k_weight, k_bias))
+        if key_padding_mask is not None and key.dim() == 2:
+            key_padding_mask = key_padding_mask[None]
+        key_mask = valid_keys(key_padding_mask, (k.shape[0], k.shape[2]))
+        self.attention.calibrate_(q, k, key_mask, key_mask if query is key else None)
+        return self
+
+    def _forward_nested(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+    ) -> tuple[Tensor, None]:
+        """Self-attention on a nested batch, which ``nn.TransformerEncoder`` may produce in eval."""
+        masked = key_padding_mask is not None or attn_mask is not None
+        if query is not key or key is not value or masked or need_weights:
+            raise ValueError(
+                "nested tensors are accepted as query = key = value with need_weights=False and "
+                "without masks; pad the others with x.to_padded_tensor(0.0) and key_padding_mask"
+            )
+        padded, valid = pad_nested(query)
+        x = padded if self.batch_first else padded.transpose(0, 1)
+        out, _ = self.forward(x, x, x, key_padding_mask=~valid, need_weights=False)
+        return unpad_nested(out if self.batch_first else out.transpose(0, 1), valid), None
+
+    def _projections(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        """Weights and biases of q, k, v, whichever way they are stored."""
+        if self.in_proj_weight is not None:
+            weights = self.in_proj_weight.chunk(3)
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        bias = self.in_proj_bias
+        return weights, (None, None, None) if bias is None else bias.chunk(3)
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v as ``[B, H, tokens, D]``."""
+        if query is key and key is value and self.in_proj_weight is not None:
+            packed = F.linear(query, self.in_proj_weight, self.in_proj_bias)
+            return tuple(self._split_heads(x) for x in packed.chunk(3, dim=-1))
+        inputs = zip((query, key, value), *self._projections(), strict=True)
+        return tuple(self._split_heads(F.linear(x, weight, bias)) for x, weight, bias in inputs)
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """Torch's layouts to ``[B, H, tokens, D]``; an unbatched input becomes a batch of one."""
+        x = x.unflatten(-1, (self.num_heads, self.head_dim))
+        if x.dim() == 3:
+            x = x[None]
+        elif not self.batch_first:
+            x = x.transpose(0, 1)
+        return x.transpose(1, 2)
+
+    def _add_extra_keys(
+        self, k: Tensor, v: Tensor, key_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The learned and the zero key, put first: there every query sees them, causal or not."""
+        keys, values = [k], [v]
+        if self.add_zero_attn:
+            keys.insert(0, torch.zeros_like(k[:, :, :1]))
+            values.insert(0, torch.zeros_like(v[:, :, :1]))
+        if self.bias_k is not None and self.bias_v is not None:
+            for parts, bias in ((keys, self.bias_k), (values, self.bias_v)):
+                bias = bias.to(k.dtype).view(1, self.num_heads, 1, self.head_dim)
+                parts.insert(0, bias.expand(k.shape[0], -1, -1, -1))
+        extra = len(keys) - 1
+        if extra == 0:
+            return k, v, key_mask
+        if key_mask is not None:
+            key_mask = F.pad(key_mask, (extra, 0), value=True)
+        return torch.cat(keys, dim=2), torch.cat(values, dim=2), key_mask
+
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor | None = None) -> None:
+        if query.dim() not in (2, 3):
+            raise ValueError(
+                f"query has shape {list(query.shape)}; give [tokens, {self.embed_dim}] or a batch "
+                f"of it ({'batch first' if self.batch_first else 'tokens first'})"
+            )
+        inputs = [("query", query, self.embed_dim), ("key", key, self.kdim)]
+        if value is not None:
+            inputs.append(("value", value, self.vdim))
+        batch_axis = 0 if self.batch_first else 1
+        for name, x, width in inputs:
+            if x.dim() != query.dim() or x.shape[-1] != width:
+                raise ValueError(
+                    f"{name} has shape {list(x.shape)}; with a {query.dim()}-D query it must have "
+                    f"{query.dim()} dimensions, the last of size {width}"
+                )
+            if x.dim() == 3 and x.shape[batch_axis] != query.shape[batch_axis]:
+                raise ValueError(
+                    f"{name} has batch size {x.shape[batch_axis]}, query has "
+                    f"{query.shape[batch_axis]}; batch_first={self.batch_first} decides which "
+                    "dimension is the batch"
+                )
+        if value is not None and key.shape[:-1] != value.shape[:-1]:
+            raise ValueError(
+                f"key has shape {list(key.shape)} and value {list(value.shape)}; they must agree "
+                "in all but the last dimension"
+            )
+
+    def _reset_parameters(self) -> None:
+        """Torch's initialisation, told by the parameters themselves which projections exist."""
+        matrices = (
+            self.in_proj_weight,
+            self.q_proj_weight,
+            self.k_proj_weight,
+            self.v_proj_weight,
+        )
+        for matrix in matrices:
+            if matrix is not None:
+                xavier_uniform_(matrix)
+        if self.in_proj_bias is not None:
+            constant_(self.in_proj_bias, 0.0)
+            constant_(self.out_proj.bias, 0.0)
+        for extra in (self.bias_k, self.bias_v):
+            if extra is not None:
+                xavier_normal_(extra)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """A state dict without any of LLN's own entries is a softmax module's: keep ours."""
+        own = self.attention.state_dict(prefix=f"{prefix}attention.")
+        if not any(name in state_dict for name in own):
+            state_dict.update(own)
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
+
+    def extra_repr(self) -> str:
+        """The arguments that are not shown by the submodules."""
+        shown = {"batch_first": self.batch_first}
+        if (self.kdim, self.vdim) != (self.embed_dim, self.embed_dim):
+            shown.update(kdim=self.kdim, vdim=self.vdim)
+        if self.bias_k is not None:
+            shown["add_bias_kv"] = True
+        if self.add_zero_attn:
+            shown["add_zero_attn"] = True
+        options = "".join(f", {name}={value}" for name, value in shown.items())
+        return f"{self.embed_dim}, {self.num_heads}{options}"

@@ -1,0 +1,332 @@
+"""Where a module takes α and β from: the current sample, running averages, or fixed constants.
+
+All three answer the same question, ``forward(q, k, ...) -> (alpha [B, H], beta [B, Hkv])``, and all
+three treat the answer as a constant of the backward pass. Variances are within one sample; over a
+batch they are averaged with the number of valid tokens as weight, so padding counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from lln import moments
+from lln.protocols import HALF
+
+KINDS = ("sample", "running", "fixed")
+TARGETS = ("product", "measured")
+CAUSAL_NEEDS_STORED_STATISTICS = (
+    "statistics='sample' cannot serve causal attention: σ of the whole sequence would leak the "
+    "future into every output; use statistics='running' (averages over past batches) or "
+    "statistics='fixed' (constants, given or set by calibrate_)"
+)
+NOTHING_STORED = (
+    "statistics='sample' measures every sample anew and stores nothing; construct the module with "
+    "statistics='running' or statistics='fixed'"
+)
+
+
+@dataclass(frozen=True)
+class Matching:
+    """The heads and the options of moment matching that the three kinds share."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    method: str | moments.MomentFit = "paper"
+    target: str = "product"
+    normalize_keys: bool = False
+
+    def __post_init__(self) -> None:
+        if self.target not in TARGETS:
+            raise ValueError(f"target={self.target!r} is unknown; choose from {', '.join(TARGETS)}")
+        # An unknown method fails here, and a tabulated one is tabulated before the first batch.
+        moments.match_moments(
+            1.0, 1.0, self.head_dim, method=self.method, normalize_keys=self.normalize_keys
+        )
+
+    def scales(self, variances: Float[Tensor, "R Hkv"]) -> tuple[Tensor, Tensor]:
+        """α ``[H]`` and β ``[Hkv]`` from the rows σ_q², σ_k² (and the variance of the scores)."""
+        deviations = variances[:2].sqrt()
+        alpha, beta = moments.match_moments(
+            deviations[0],
+            deviations[1],
+            self.head_dim,
+            method=self.method,
+            normalize_keys=self.normalize_keys,
+            score_variance=variances[2] if self.target == "measured" else None,
+        )
+        return alpha.repeat_interleave(self.num_heads // self.num_kv_heads), beta
+
+    @torch.no_grad()
+    def pooled_variances(
+        self,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B Hkv M D"],
+        *,
+        key_mask: Bool[Tensor, "B M"] | None,
+        query_mask: Bool[Tensor, "B N"] | None,
+    ) -> Float[Tensor, "R Hkv"]:
+        """The rows that :meth:`scales` reads, averaged over samples; NaN without a valid token."""
+        masks = {"key_mask": key_mask, "query_mask": query_mask}
+        sigma_q, sigma_k = moments.standard_deviations(q, k, **masks)
+        queries = _valid_tokens(query_mask, q)
+        rows = [
+            _weighted_mean(sigma_q.square(), queries),
+            _weighted_mean(sigma_k.square(), _valid_tokens(key_mask, k)),
+        ]
+        if self.target == "measured":
+            rows.append(_weighted_mean(moments.score_variance(q, k, **masks), queries))
+        return torch.stack(rows)
+
+
+def _valid_tokens(mask: Tensor | None, x: Tensor) -> Float[Tensor, "B 1"]:
+    if mask is None:
+        return x.new_full((x.shape[0], 1), x.shape[2], dtype=torch.float32)
+    return mask.sum(-1, keepdim=True, dtype=torch.float32)
+
+
+def _weighted_mean(variance: Float[Tensor, "B Hkv"], tokens: Float[Tensor, "B 1"]) -> Tensor:
+    """Mean over samples weighted by their valid tokens; a sample without any is skipped."""
+    total = torch.where(tokens > 0, variance * tokens, 0).sum(0)
+    return total / tokens.sum()
+
+
+class Statistics(nn.Module):
+    """Base of the three kinds: keeps its buffers out of half precision."""
+
+    def __init__(self, matching: Matching) -> None:
+        super().__init__()
+        self.matching = matching
+
+    def forward(
+        self,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B Hkv M D"],
+        *,
+        key_mask: Bool[Tensor, "B M"] | None = None,
+        query_mask: Bool[Tensor, "B N"] | None = None,
+        is_causal: bool = False,
+    ) -> tuple[Float[Tensor, "#B H"], Float[Tensor, "#B Hkv"]]:
+        """α and β for these queries and keys, without gradient."""
+        raise NotImplementedError
+
+    def stored(self) -> tuple[Float[Tensor, " H"], Float[Tensor, " Hkv"]]:
+        """α and β as evaluation uses them."""
+        raise ValueError(NOTHING_STORED)
+
+    def calibrate_(
+        self,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B Hkv M D"],
+        *,
+        key_mask: Bool[Tensor, "B M"] | None = None,
+        query_mask: Bool[Tensor, "B N"] | None = None,
+    ) -> None:
+        """Replace what is stored by the statistics of these tensors."""
+        raise ValueError(NOTHING_STORED)
+
+    def extra_repr(self) -> str:
+        """The options of the match that differ from their defaults."""
+        options = {
+            name: getattr(self.matching, name)
+            for name in ("method", "target", "normalize_keys")
+            if getattr(self.matching, name) != getattr(Matching, name)
+        }
+        return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
+        """``module.half()`` leaves the buffers in float32: α in bfloat16 is off by up to 0.4 %."""
+
+        def keep_precision(x: Tensor) -> Tensor:
+            moved = fn(x)
+            return x.to(moved.device) if moved.dtype in HALF else moved
+
+        return super()._apply(keep_precision, recurse)
+
+
+class SampleStatistics(Statistics):
+    """α and β measured from each sample: nothing is stored, bidirectional attention only."""
+
+    def forward(self, q, k, *, key_mask=None, query_mask=None, is_causal=False):
+        if is_causal:
+            raise ValueError(CAUSAL_NEEDS_STORED_STATISTICS)
+        matching = self.matching
+        return moments.calibrate(
+            q,
+            k,
+            key_mask=key_mask,
+            query_mask=query_mask,
+            method=matching.method,
+            target=matching.target,
+            normalize_keys=matching.normalize_keys,
+        )
+
+
+class RunningStatistics(Statistics):
+    """α and β from per-head averages of the variances over the batches seen in training.
+
+    After batch t = 1, 2, … the buffer is v ← v + f (v_batch − v) with f = max(momentum, 1/t): a
+    plain mean until 1/t falls below ``momentum``, an exponential average from then on, so the value
+    before the first batch (σ = 1) is forgotten at once. ``momentum=None`` keeps the plain mean.
+
+    ============== ======================= ============================================
+    mode           α and β come from       the buffers
+    ============== ======================= ============================================
+    training       the current batch       move towards the batch
+    training,      the buffers as left by  move towards the batch, after the output was
+    causal         earlier batches         computed
+    evaluation     the buffers             do not change
+    ============== ======================= ============================================
+
+    A batch whose statistics are not finite, or without a valid token, leaves the buffers alone.
+    """
+
+    variances: Tensor
+    batches: Tensor
+    _used: Tensor
+
+    def __init__(self, matching: Matching, *, momentum: float | None, device=None) -> None:
+        super().__init__(matching)
+        self.momentum = momentum
+        rows = 3 if matching.target == "measured" else 2
+        ones = torch.ones(rows, matching.num_kv_heads, dtype=torch.float32, device=device)
+        self.register_buffer("variances", ones)
+        self.register_buffer("batches", torch.zeros((), dtype=torch.long, device=device))
+        self.register_buffer("_used", ones.clone(), persistent=False)
+
+    def forward(self, q, k, *, key_mask=None, query_mask=None, is_causal=False):
+        if not self.training:
+            alpha, beta = self.stored()
+            return alpha[None], beta[None]
+        batch = self.matching.pooled_variances(q, k, key_mask=key_mask, query_mask=query_mask)
+        recomputing = _inside_backward()
+        stored = self._used if recomputing else self.variances
+        source = stored if is_causal else torch.where(batch.isfinite(), batch, stored)
+        alpha, beta = self.matching.scales(source)
+        if not recomputing:
+            self._update(batch)
+        return alpha[None], beta[None]
+
+    def stored(self):
+        return self.matching.scales(self.variances)
+
+    @torch.no_grad()
+    def _update(self, batch: Float[Tensor, "R Hkv"]) -> None:
+        usable = batch.isfinite().all()
+        self._used.copy_(self.variances)
+        self.batches.add_(usable)
+        share = 1 / self.batches.clamp(min=1)
+        if self.momentum is not None:
+            share = share.clamp(min=self.momentum)
+        step = torch.where(usable, batch - self.variances, 0)
+        self.variances.add_(step * share)
+
+    def calibrate_(self, q, k, *, key_mask=None, query_mask=None):
+        batch = self.matching.pooled_variances(q, k, key_mask=key_mask, query_mask=query_mask)
+        self.variances.copy_(_checked(batch))
+        self.batches.fill_(1)
+
+    def extra_repr(self) -> str:
+        options = super().extra_repr()
+        return f"momentum={self.momentum}" + (f", {options}" if options else "")
+
+
+def _inside_backward() -> bool:
+    """Whether activation checkpointing is running the forward pass a second time.
+
+    That pass must see the statistics of the first one and must not count the batch twice.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+class FixedScales(Statistics):
+    """α ``[H]`` and β ``[Hkv]`` as stored constants: given, or measured once by ``calibrate_``."""
+
+    alpha: Tensor
+    beta: Tensor
+
+    def __init__(
+        self,
+        matching: Matching,
+        *,
+        alpha: float | Sequence[float] | Tensor | None,
+        beta: float | Sequence[float] | Tensor | None,
+        device=None,
+    ) -> None:
+        super().__init__(matching)
+        if (alpha is None) != (beta is None):
+            raise ValueError(f"alpha={alpha}, beta={beta}: give both or neither")
+        if alpha is None or beta is None:
+            alpha, beta = matching.scales(torch.ones(3, matching.num_kv_heads))
+        alpha = _per_head("alpha", alpha, matching.num_heads)
+        beta = _per_head("beta", beta, matching.num_kv_heads)
+        self.register_buffer("alpha", alpha.to(device))
+        self.register_buffer("beta", beta.to(device))
+
+    def forward(self, q, k, *, key_mask=None, query_mask=None, is_causal=False):
+        return self.alpha[None], self.beta[None]
+
+    def stored(self):
+        return self.alpha, self.beta
+
+    def calibrate_(self, q, k, *, key_mask=None, query_mask=None):
+        batch = self.matching.pooled_variances(q, k, key_mask=key_mask, query_mask=query_mask)
+        alpha, beta = self.matching.scales(_checked(batch))
+        self.alpha.copy_(alpha)
+        self.beta.copy_(beta)
+
+
+def _per_head(name: str, value: float | Sequence[float] | Tensor, heads: int) -> Tensor:
+    """A float32 tensor ``[heads]``, checked."""
+    scale = torch.as_tensor(value, dtype=torch.float32).detach().clone()
+    if scale.shape not in ((), (1,), (heads,)):
+        raise ValueError(
+            f"{name} has shape {list(scale.shape)}; give a number or one value per head, [{heads}]"
+        )
+    if not bool(((scale >= 0) & scale.isfinite()).all()):
+        raise ValueError(
+            f"{name}={value} must be finite and not negative; take it from lln.match_moments, or "
+            "leave both out and call calibrate_"
+        )
+    return scale.expand(heads).clone()
+
+
+def _checked(variances: Tensor) -> Tensor:
+    if not bool(variances.isfinite().all()):
+        raise ValueError(
+            "cannot calibrate on these tensors: they hold no valid token, or NaN or infinite values"
+        )
+    return variances
+
+
+def choose_statistics(
+    kind: str,
+    matching: Matching,
+    *,
+    momentum: float | None,
+    alpha: float | Sequence[float] | Tensor | None,
+    beta: float | Sequence[float] | Tensor | None,
+    device: torch.device | str | None,
+) -> Statistics:
+    """The module for ``kind``; options that it would ignore are errors."""
+    if kind not in KINDS:
+        raise ValueError(f"statistics={kind!r} is unknown; choose from {', '.join(KINDS)}")
+    if momentum is not None and not 0 < momentum <= 1:
+        raise ValueError(
+            f"momentum={momentum} is not in (0, 1]; None keeps the mean of all batches"
+        )
+    if kind == "fixed":
+        return FixedScales(matching, alpha=alpha, beta=beta, device=device)
+    if alpha is not None or beta is not None:
+        raise ValueError(
+            f"alpha={alpha}, beta={beta} would be ignored: statistics={kind!r} measures them; "
+            "use statistics='fixed'"
+        )
+    if kind == "running":
+        return RunningStatistics(matching, momentum=momentum, device=device)
+    return SampleStatistics(matching)

@@ -1,0 +1,162 @@
+"""Running statistics: the average by hand, what reads it, and what must leave it alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from lln import moments
+from lln.nn import LLNAttention
+from lln.ops import reference
+from tests.nn.inputs import padding, qkv
+
+
+def running(**options) -> LLNAttention:
+    return LLNAttention(2, 4, statistics="running", **options)
+
+
+def batch_variances(q, k, valid=None):
+    """σ_q² and σ_k² per head: variance inside each sample, averaged by its number of tokens."""
+    rows = []
+    for x in (q, k):
+        valid = torch.ones(x.shape[0], x.shape[2], dtype=torch.bool) if valid is None else valid
+        total = sum(
+            x[b][:, m].var((1, 2), correction=0) * m.sum() for b, m in enumerate(valid) if m.any()
+        )
+        rows.append(total / valid.sum())
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_buffers_follow_the_average_by_hand(momentum):
+    core = running(momentum=momentum)
+    lengths = [[9, 4], [3, 9], [9, 9], [1, 0], [5, 6]]
+    expected = torch.ones(2, 2)
+    for step, length in enumerate(lengths, start=1):
+        q, k, v = qkv(2, 2, 9, 4, seed=step)
+        valid = padding(length, 9)
+        core(q * step, k, v, valid, valid)
+        share = 1 / step if momentum is None else max(momentum, 1 / step)
+        expected += share * (batch_variances(q * step, k, valid) - expected)
+        torch.testing.assert_close(core.statistics.variances, expected)
+    assert core.statistics.batches == len(lengths)
+
+
+def test_measured_target_keeps_the_score_variance():
+    q, k, v = qkv(2, 2, 9, 4)
+    k = k + q  # correlated: the measured variance differs from the product
+    valid = padding([9, 5], 9)
+    core = running(target="measured")
+    core(q, k, v, valid, valid)
+    scores = q @ k.transpose(-1, -2) / 2
+    per_sample = [scores[b][:, m][:, :, m].var((1, 2), correction=0) for b, m in enumerate(valid)]
+    expected = (9 * per_sample[0] + 5 * per_sample[1]) / 14
+    torch.testing.assert_close(core.statistics.variances[2], expected)
+
+    core.eval()
+    sigma = core.statistics.variances[:2].sqrt()
+    alpha, beta = moments.match_moments(*sigma, 4, score_variance=expected)
+    given = LLNAttention(2, 4, statistics="fixed", alpha=alpha, beta=beta)
+    torch.testing.assert_close(core(q, k, v), given(q, k, v))
+
+
+def test_training_uses_the_batch_and_evaluation_the_buffers():
+    q, k, v = qkv(2, 2, 9, 4, dtype=torch.float64)
+    core = running(momentum=0.5)
+    core(*qkv(2, 2, 9, 4, seed=1))
+
+    def expected(variances):
+        alpha, beta = moments.match_moments(*variances.double().sqrt(), 4)
+        scales = {"alpha": alpha.expand(2, -1), "beta": beta.expand(2, -1)}
+        return reference.bidirectional(q, k, v, **scales)
+
+    before = core.statistics.variances.clone()
+    torch.testing.assert_close(core(q, k, v), expected(batch_variances(q, k)))
+    assert not torch.equal(core.statistics.variances, before)
+
+    core.eval()
+    frozen = core.statistics.variances.clone()
+    torch.testing.assert_close(core(q, k, v), expected(frozen))
+    assert torch.equal(core.statistics.variances, frozen)
+    assert core.statistics.batches == 2
+
+
+def test_evaluation_does_not_depend_on_the_batch():
+    q, k, v = qkv(4, 2, 9, 4)
+    core = running(diag_block=4)
+    core(q, k, v)
+    core.eval()
+    alone = torch.cat([core(q[b : b + 1], k[b : b + 1], v[b : b + 1]) for b in range(4)])
+    torch.testing.assert_close(core(q, k, v), alone)
+    loud = core(torch.cat([q[:1], 9 * q[1:]]), torch.cat([k[:1], 9 * k[1:]]), v)
+    torch.testing.assert_close(loud[:1], alone[:1])
+
+
+def test_causal_training_reads_earlier_batches_only():
+    q, k, v = qkv(2, 2, 9, 4)
+    core = running(causal=True)
+    core(*qkv(2, 2, 9, 4, seed=1))
+    twin = copy.deepcopy(core)
+    stored = core.statistics.variances.clone()
+    alpha, beta = moments.match_moments(*stored.sqrt(), 4)
+    given = LLNAttention(2, 4, causal=True, statistics="fixed", alpha=alpha, beta=beta)
+    out = core(q, k, v)
+    torch.testing.assert_close(out, given(q, k, v))
+    assert not torch.equal(core.statistics.variances, stored)
+
+    future = [torch.cat([x[:, :, :5], 7 * x[:, :, 5:]], dim=2) for x in (q, k, v)]
+    torch.testing.assert_close(twin(*future)[:, :, :5], out[:, :, :5])
+
+
+@pytest.mark.parametrize("spoil", [torch.nan, torch.inf])
+def test_a_spoiled_or_empty_batch_leaves_the_buffers_alone(spoil):
+    q, k, v = qkv(2, 2, 9, 4)
+    core = running()
+    core(q, k, v)
+    before = copy.deepcopy(core.state_dict())
+    bad = q.clone()
+    bad[0, 0, 0, 0] = spoil
+    out = core(bad, k, v)
+    assert out[1].isfinite().all() and out[:, 1].isfinite().all()
+    empty = torch.zeros(2, 9, dtype=torch.bool)
+    assert (core(q, k, v, empty, empty) == 0).all()
+    for name, value in core.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_counts_a_batch_once_with_equal_gradients(causal, use_reentrant):
+    inputs = [x.requires_grad_() for x in qkv(2, 2, 9, 4)]
+    plain, saving = running(causal=causal), running(causal=causal)
+    for _ in range(2):
+        expected = torch.autograd.grad(plain(*inputs).square().sum(), inputs)
+        for x in inputs:
+            x.grad = None
+        checkpoint(saving, *inputs, use_reentrant=use_reentrant).square().sum().backward()
+        for x, gradient in zip(inputs, expected, strict=True):
+            torch.testing.assert_close(x.grad, gradient)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(saving.state_dict()[name], value)
+
+
+def test_calibrate_sets_the_buffers():
+    q, k, v = qkv(2, 2, 9, 4)
+    core = running(causal=True).calibrate_(q, k)
+    torch.testing.assert_close(core.statistics.variances, batch_variances(q, k))
+    assert core.statistics.batches == 1
+    core(3 * q, k, v)  # the second batch counts one half
+    expected = (batch_variances(q, k) + batch_variances(3 * q, k)) / 2
+    torch.testing.assert_close(core.statistics.variances, expected)
+
+
+def test_half_precision_module_keeps_averaging():
+    core = running(momentum=0.01).to(torch.bfloat16)
+    for seed in range(200):
+        q, k, v = qkv(1, 2, 3, 4, seed=seed, dtype=torch.bfloat16)
+        core(q, k, v)
+    expected = torch.tensor([0.5, 1.5]).square()  # the scales of the two heads
+    torch.testing.assert_close(core.statistics.variances[1], expected, rtol=0.15, atol=0)
