@@ -15,7 +15,7 @@ LENGTHS = (1, 17, 63, 100, 257)
 def assert_matches(
     name: str, got: Tensor, plain: Tensor, exact: Tensor, factor: float = 2.0
 ) -> None:
-    """`got` may be `factor` times worse than the plain formula in its own dtype, plus a rounding."""
+    """`got` may be `factor` times worse than the plain formula in its own dtype, plus rounding."""
     assert got.shape == exact.shape, f"{name}: shape {got.shape} instead of {exact.shape}"
     assert got.isfinite().all(), f"{name}: not finite"
     if exact.numel() == 0:

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+
+from lln.ops import reference
+from lln.ops.bidirectional import bidirectional
+from lln.ops.block_diagonal import block_diagonal
+from lln.ops.causal import causal
+from lln.ops.lln_diag import lln_diag
 from tests.helpers import (
     LENGTHS,
     assert_matches,
@@ -12,12 +18,6 @@ from tests.helpers import (
     run_with_grads,
 )
 
-from lln.ops import reference
-from lln.ops.bidirectional import bidirectional
-from lln.ops.block_diagonal import block_diagonal
-from lln.ops.causal import causal
-from lln.ops.lln_diag import lln_diag
-
 OPS = {
     "bidirectional": (bidirectional, reference.bidirectional),
     "causal": (causal, reference.causal),
@@ -25,7 +25,7 @@ OPS = {
 
 
 def compare(op, oracle, tensors, dtype, **options) -> None:
-    """`op` in `dtype` against `oracle` in float64; the plain formula in float32 sets the tolerance."""
+    """`op` in `dtype` against `oracle` in float64; the plain formula sets the tolerance."""
     d_out = torch.randn_like(oracle(**tensors, **options))
     rounded = {
         name: x.to(dtype) if name in "qkv" else x.to(torch.promote_types(dtype, torch.float32))

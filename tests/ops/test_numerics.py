@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.helpers import ADVERSARIAL, adversarial, relative_error, run_with_grads
 
 from lln.ops import reference
 from lln.ops.bidirectional import bidirectional
 from lln.ops.causal import causal
+from tests.helpers import ADVERSARIAL, adversarial, relative_error, run_with_grads
 
 OPS = {
     "bidirectional": (bidirectional, reference.bidirectional),
@@ -17,12 +17,18 @@ OPS = {
 SCALE = 2.0
 
 
-def allowed(name: str, dtype: torch.dtype) -> float:
+def allowed(name: str, dtype: torch.dtype, key: str = "out") -> float:
+    """Relative error. At scale 1e2 the exponents (about 600) are only known to 3e-5 in float32:
+
+    the output forgives it, the gradients of a saturated softmax do not.
+    """
     if dtype == torch.float16:
         return 1e-3
     if dtype == torch.bfloat16:
         return 5e-3
-    return {"gaussian": 2e-6, "scale_1e3": 5e-4, "scale_1e2": 5e-5}.get(name, 1e-5)
+    if name == "scale_1e2" and key != "out":
+        return 5e-5
+    return {"gaussian": 2e-6, "scale_1e3": 5e-4}.get(name, 1e-5)
 
 
 def scales(heads: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -44,12 +50,12 @@ def test_error_stays_small(name, inputs, dtype):
         lambda **t: oracle(**t, **scales(2, torch.float64)), wide, d_out.double()
     )
     got = run_with_grads(lambda **t: op(**t, **scales(2, dtype), impl="eager"), tensors, d_out)
-    limit = allowed(inputs, dtype)
     for key, value in exact.items():
         # Where attention is one-hot the exact gradient of q and k vanishes: compare with dO's size.
         error = relative_error(got[key], value)
         if key in ("d_q", "d_k"):
             error = min(error, (got[key].double() - value).norm().item() / d_out.double().norm())
+        limit = allowed(inputs, dtype, key)
         assert error <= limit, f"{key}: relative error {error:.1e} exceeds {limit:.0e}"
 
 

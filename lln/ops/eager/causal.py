@@ -29,7 +29,7 @@ from lln.protocols import compute_dtype
 
 TILE = 64
 # Elements of a segment, the part of the sequence that is vectorised over tiles at once.
-SEGMENT_ELEMENTS = 1 << 21
+SEGMENT_ELEMENTS = 1 << 20
 
 
 def _segments(x: Tensor, tile: int) -> list[slice]:
@@ -192,12 +192,18 @@ class _Future:
         self.top = higher
 
     def before_tiles(
-        self, a: Tensor, row_mass: Tensor, d_out: Tensor, delta: Tensor, kept: Tensor | None
+        self,
+        a: Tensor,
+        row_mass: Tensor,
+        exact: Tensor,
+        d_out: Tensor,
+        delta: Tensor,
+        kept: Tensor | None,
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Walk the tiles of a segment backwards, yielding what the rows after each tile ask."""
         scores = a - row_mass[..., None]
         tops = scores.amax(-2)
-        weights = (scores - finite_or_zero(tops)[..., None, :]).exp_()
+        weights = (scores - finite_or_zero(tops)[..., None, :]).exp_() * exact[..., None]
         levels = (weights * delta[..., None]).sum(-2)
         if kept is not None:
             weights = weights * kept
@@ -232,6 +238,13 @@ def _backward_segment(
     asked = d_out.unflatten(1, tiled) @ means[:-1].permute(1, 0, 3, 2)
     pull += past * asked.flatten(1, 2)
     seen += past
+    # ℓ is rounded at its own size, which may be thousands: make every row sum to 1 again.
+    total = seen.sum(-1)
+    exact = total.masked_fill(total == 0, 1).reciprocal_()
+    for x in (pull, seen, own):
+        x *= exact[..., None]
+    for pair in pairs:
+        pair.slots *= right(exact, pair.height)[..., None]
     if kept is not None:
         pull *= kept
     delta = pull.sum(-1)
@@ -248,7 +261,7 @@ def _backward_segment(
         level = (pair.slots * right(delta, height)[..., None]).sum(-2, keepdim=True)
         left(d_f, height).add_(pair.shares * (mix_rows(products, slots) - level))
         left(d_v, height).add_(mix_rows(pair_products(pair.shares, slots), right(d_out, height)))
-    by_tile = [x.unflatten(1, tiled) for x in (a, row_mass, d_out, delta)]
+    by_tile = [x.unflatten(1, tiled) for x in (a, row_mass, exact, d_out, delta)]
     later = future.before_tiles(*by_tile, None if kept is None else kept.unflatten(1, tiled))
     tops, asks, levels = (torch.stack(x[::-1], 1) for x in zip(*later, strict=True))
     shares = (f.unflatten(1, tiled) + tops[..., None, :]).exp_()

@@ -21,7 +21,7 @@ from torch import Tensor
 from lln.ops.eager.features import finite_or_zero
 
 # Below this height a batch of tiny matrix products costs more than a broadcast product.
-_BROADCAST_BELOW = 8
+_BROADCAST_BELOW = 4
 
 
 @dataclass
