@@ -72,15 +72,17 @@ class Matching:
         query_mask: Bool[Tensor, "B N"] | None,
     ) -> Float[Tensor, "R Hkv"]:
         """The rows that :meth:`scales` reads, averaged over samples; NaN without a valid token."""
-        masks = {"key_mask": key_mask, "query_mask": query_mask}
-        sigma_q, sigma_k = moments.standard_deviations(q, k, **masks)
+        sigma_q, sigma_k = moments.standard_deviations(
+            q, k, key_mask=key_mask, query_mask=query_mask
+        )
         queries = _valid_tokens(query_mask, q)
         rows = [
             _weighted_mean(sigma_q.square(), queries),
             _weighted_mean(sigma_k.square(), _valid_tokens(key_mask, k)),
         ]
         if self.target == "measured":
-            rows.append(_weighted_mean(moments.score_variance(q, k, **masks), queries))
+            variance = moments.score_variance(q, k, key_mask=key_mask, query_mask=query_mask)
+            rows.append(_weighted_mean(variance, queries))
         return torch.stack(rows)
 
 
