@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lln import moments
-from lln.ops.arguments import as_scale, check_mask, check_positive_int, check_qkv
+from lln.ops.arguments import as_scale, autocast, check_mask, check_positive_int, check_qkv
 from lln.ops.bidirectional import bidirectional
 from lln.ops.causal import causal
 from lln.ops.lln_diag import lln_diag
@@ -67,7 +66,7 @@ def attention(
     Example:
         >>> out = lln.attention(q, k, v, key_mask=mask)     # [8, 12, 4096, 64] -> the same
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     check_qkv(q, k, v)
     check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k)
     check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q)
@@ -119,7 +118,7 @@ def attention_varlen(
         >>> cu = torch.tensor([0, 100, 350])                       # two sequences
         >>> out = lln.attention_varlen(q, k, v, cu)                # [350, 12, 64] -> [350, 12, 64]
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, key_mask, query_mask)
     _check_pair(alpha, beta, is_causal)
@@ -174,7 +173,7 @@ def prefill(
         >>> out, state = lln.prefill(q, k, v, alpha=2.0, beta=2.0)             # the prompt
         >>> out, state = lln.prefill(q1, k1, v1, state, alpha=2.0, beta=2.0)   # one more token
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     check_qkv(q, k, v)
     if q.shape[2] != k.shape[2]:
         raise ValueError(
@@ -201,20 +200,6 @@ def prefill(
         impl=impl,
     )
     return out, after
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as scaled_dot_product_attention does under autocast: everything but float64."""
-    first = tensors[0]
-    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
-        return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
-    return tuple(
-        x.to(dtype)
-        if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
-        else x
-        for x in tensors
-    )
 
 
 def _check_pair(alpha: object, beta: object, is_causal: bool) -> None:

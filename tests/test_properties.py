@@ -232,8 +232,8 @@ def test_the_decode_loop_equals_the_causal_op(case):
     close(torch.cat(steps, 2), whole)
 
 
-@given(cases, st.integers(0, 140), st.integers(1, 140))
-def test_cross_attention_is_the_end_of_self_attention(case, start, stop):
+@given(cases, st.integers(0, 140))
+def test_cross_attention_is_the_end_of_self_attention(case, start):
     """Bottom-right alignment: the last queries of a sequence, asked alone, get the same answer."""
     q, k, v = case.tensors()
     start = min(start, case.length)

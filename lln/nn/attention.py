@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lln.functional import _autocast
 from lln.moments import MomentFit
 from lln.nn.statistics import CAUSAL_NEEDS_STORED_STATISTICS, Matching, choose_statistics
-from lln.ops.arguments import check_mask, check_positive_int, check_qkv
+from lln.ops.arguments import autocast, check_mask, check_positive_int, check_qkv
 from lln.ops.bidirectional import bidirectional
 from lln.ops.block_diagonal import block_diagonal
 from lln.ops.causal import causal
@@ -147,7 +146,7 @@ class LLNAttention(nn.Module):
         the statistics, and only that: every query gets an output. Neither is guessed from the
         other.
         """
-        q, k, v = _autocast(q, k, v)
+        q, k, v = autocast(q, k, v)
         self._check_inputs(q, k, key_mask, query_mask)
         check_qkv(q, k, v)
         draw = self.draw(q, k, key_mask=key_mask, query_mask=query_mask, is_causal=self.causal)
@@ -165,7 +164,7 @@ class LLNAttention(nn.Module):
         In training mode this is a forward pass like any other: dropout acts and running statistics
         move.
         """
-        q, k = _autocast(q, k)
+        q, k = autocast(q, k)
         self._check_inputs(q, k, key_mask, query_mask)
         draw = self.draw(q, k, key_mask=key_mask, query_mask=query_mask, is_causal=self.causal)
         return self.attention_matrix(q, k, draw)

@@ -155,3 +155,17 @@ def check_positive_int(name: str, value: object) -> None:
         raise TypeError(f"{name} is a {type(value).__name__}; pass an int")
     if value <= 0:
         raise ValueError(f"{name}={value} must be positive, e.g. 64")
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as scaled_dot_product_attention does under autocast: everything but float64."""
+    first = tensors[0]
+    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(
+        x.to(dtype)
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        else x
+        for x in tensors
+    )

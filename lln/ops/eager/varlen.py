@@ -7,15 +7,17 @@ number run one by one where positions count, since bottom-right alignment and pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lln.ops.eager.block_diagonal import block_diagonal_backward
+from lln.ops.eager.causal import causal_backward, causal_op
 from lln.ops.eager.registry import register
-
-Attend = Callable[..., Tensor]
+from lln.ops.eager.state import read_backward, summarize_backward, summarize_op
+from lln.protocols import compute_dtype
 
 
 @dataclass(frozen=True)
@@ -97,25 +99,72 @@ def _varlen(
     return out
 
 
+def _bidirectional_backward(d_out, q, k, v, alpha, beta, key_mask, normalize_keys):
+    log_mass, mean = summarize_op(k, v, beta, key_mask, normalize_keys)
+    d_q, d_alpha, d_log_mass, d_mean = read_backward(d_out, q, alpha, log_mass, mean, None)
+    d_k, d_v, d_beta = summarize_backward(
+        d_log_mass, d_mean, k, v, beta, key_mask, log_mass, mean, normalize_keys
+    )
+    return [d_q, d_k, d_v, d_alpha, d_beta]
+
+
+def _causal_backward(d_out, q, k, v, alpha, beta, key_mask, normalize_keys):
+    """Keys before the first query are a prefix state; queries before the first key see nothing."""
+    early, blind = max(k.shape[2] - q.shape[2], 0), max(q.shape[2] - k.shape[2], 0)
+    prefix = k[:, :, :early], v[:, :, :early], beta, key_mask[:, :early]
+    state = summarize_op(*prefix, normalize_keys)
+    square = q[:, :, blind:], k[:, :, early:], v[:, :, early:], alpha, beta, key_mask[:, early:]
+    _, row_mass = causal_op(*square, *state, None, normalize_keys, False)
+    d_q, d_k, d_v, d_alpha, d_beta, *d_state = causal_backward(
+        d_out[:, :, blind:], *square, *state, None, row_mass, normalize_keys
+    )
+    d_early_k, d_early_v, d_early_beta = summarize_backward(
+        *d_state, *prefix, *state, normalize_keys
+    )
+    d_q = torch.cat([torch.zeros_like(q[:, :, :blind]), d_q], 2)
+    d_k, d_v = torch.cat([d_early_k, d_k], 2), torch.cat([d_early_v, d_v], 2)
+    return [d_q, d_k, d_v, d_alpha, d_beta + d_early_beta]
+
+
+def _attend_backward(
+    d_out, q, k, v, alpha, beta, key_mask, block, scale, is_causal, normalize_keys
+) -> list[Tensor]:
+    """Gradients of q, k, v, α, β by the ops' own backward passes.
+
+    Called inside an op, where autograd does not record.
+    """
+    linear = _causal_backward if is_causal else _bidirectional_backward
+    if not block:
+        return linear(d_out, q, k, v, alpha, beta, key_mask, normalize_keys)
+    wide = compute_dtype(q, k, v)
+    half = d_out.to(wide) / 2
+    q, k, v = q.to(wide), k.to(wide), v.to(wide)
+    grads = linear(half, q, k, v, alpha, beta, key_mask, normalize_keys)
+    local = block_diagonal_backward(half, q, k, v, key_mask, None, block, scale, is_causal)
+    for i in range(3):
+        grads[i] = grads[i] + local[i]
+    return grads
+
+
 def _varlen_backward(
     d_out, q, k, v, cu_q, cu_k, alpha, beta, key_mask, block, scale, is_causal, normalize_keys
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     d_alpha, d_beta = torch.zeros_like(alpha), torch.zeros_like(beta)
     for group in _groups(cu_q, cu_k, is_causal or block > 0):
-        leaves = (
+        grads = _attend_backward(
+            group.pad(d_out, group.queries),
             group.pad(q, group.queries),
             group.pad(k, group.keys),
             group.pad(v, group.keys),
             alpha[group.members],
             beta[group.members],
+            group.key_mask(key_mask, k.device),
+            block,
+            scale,
+            is_causal,
+            normalize_keys,
         )
-        with torch.enable_grad():
-            leaves = tuple(leaf.detach().requires_grad_() for leaf in leaves)
-            mask = group.key_mask(key_mask, k.device)
-            attended = _attend(*leaves, mask, block, scale, is_causal, normalize_keys)
-        d_padded = group.pad(d_out, group.queries)
-        grads = torch.autograd.grad(attended, leaves, d_padded)
         group.unpad_(d_q, grads[0], group.queries)
         group.unpad_(d_k, grads[1], group.keys)
         group.unpad_(d_v, grads[2], group.keys)

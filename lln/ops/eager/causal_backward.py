@@ -1,0 +1,201 @@
+"""The backward pass of causal LLN attention: one walk over rows, one walk back over keys.
+
+    dq_il = α Σ_{j≤i} W_ijl (D_il v_j·dO_i − δ_i),   δ_i = dO_i · out_i
+    dk_jl = β Σ_{i≥j} W_ijl (D_il v_j·dO_i − δ_i),   dv_j = Σ_{i≥j} Σ_l D_il W_ijl dO_i
+
+The same fully visible rectangles as in the forward pass; between tiles the rows read the carried
+state, and the keys a state of the future that is carried from the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lln.ops.eager.features import finite_or_zero
+from lln.ops.eager.registry import register
+from lln.ops.eager.segments import Inputs, pad, prefix_states, segments
+from lln.ops.eager.tree import Rectangle, left, mix_rows, pair_products, rectangles, right
+
+
+class _Future:
+    """What rows to come ask of a key: c_l = max_i(α q_il − ℓ_i), Σ e^{…−c} dO_i, Σ e^{…−c} δ_i."""
+
+    def __init__(self, like: Tensor, mean: Tensor) -> None:
+        self.top = torch.full_like(like, -torch.inf)  # [X, D]
+        self.asked = torch.zeros_like(mean)  # [X, D, E]
+        self.level = torch.zeros_like(like)  # [X, D]
+
+    def add_(self, top: Tensor, asked: Tensor, level: Tensor) -> None:
+        higher = torch.maximum(self.top, top)
+        shift = finite_or_zero(higher)
+        mine, theirs = (self.top - shift).exp_(), (top - shift).exp_()
+        self.asked = self.asked * mine[..., None] + asked * theirs[..., None]
+        self.level = self.level * mine + level * theirs
+        self.top = higher
+
+    def before_tiles(
+        self, segment: _Segment, rows: _RowSide
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Walk the tiles of a segment backwards, yielding what the rows after each tile ask."""
+        scores = segment.tiles(segment.a - segment.row_mass[..., None])
+        tops = scores.amax(-2)
+        weights = (scores - finite_or_zero(tops)[..., None, :]).exp_()
+        weights *= segment.tiles(rows.exact)[..., None]
+        levels = (weights * segment.tiles(rows.delta)[..., None]).sum(-2)
+        if segment.kept is not None:
+            weights = weights * segment.tiles(segment.kept)
+        asked = weights.transpose(-1, -2) @ segment.tiles(segment.d_out)
+        for t in reversed(range(scores.shape[1])):
+            yield self.top, self.asked, self.level
+            self.add_(tops[:, t], asked[:, t], levels[:, t])
+
+
+@dataclass
+class _Segment:
+    """One segment's operands, padded to whole tiles; row_mass is ℓ."""
+
+    tile: int
+    a: Tensor  # α q     [X, n, D]
+    f: Tensor  # β k     [X, n, D]
+    values: Tensor  # [X, n, E]
+    kept: Tensor | None  # dropout of the slots [X, n, D]
+    d_out: Tensor  # [X, n, E]
+    row_mass: Tensor  # [X, n]
+
+    def tiles(self, x: Tensor) -> Tensor:
+        """``[X, n, ...] -> [X, T, C, ...]``."""
+        return x.unflatten(1, (-1, self.tile))
+
+    def dropped(self, x: Tensor) -> Tensor:
+        return x if self.kept is None else x * self.kept
+
+
+@dataclass
+class _RowSide:
+    """What the pass over rows finds: weights that sum to 1 per row, δ, and the gradient of α q."""
+
+    own: Tensor  # W_iil                [X, n, D]
+    pairs: list[Rectangle]
+    exact: Tensor  # correction of exp(−ℓ) [X, n]
+    delta: Tensor  # dO_i · out_i         [X, n]
+    d_a: Tensor  # [X, n, D]
+
+
+def _row_side(segment: _Segment, log_mass: Tensor, mean: Tensor) -> _RowSide:
+    """Slot weights Σ_j W_ijl of each row and their pull Σ_j W_ijl v_j·dO_i."""
+    a, f, values, d_out = segment.a, segment.f, segment.values, segment.d_out
+    own = (a + f - segment.row_mass[..., None]).exp_()
+    pull, seen = own * (d_out * values).sum(-1, keepdim=True), own.clone()
+    pairs = rectangles(a, f, segment.row_mass, segment.tile)
+    for pair in pairs:
+        products = pair_products(right(d_out, pair.height), left(values, pair.height))
+        right(pull, pair.height).add_(pair.slots * mix_rows(products, pair.shares))
+        right(seen, pair.height).add_(pair.slots * pair.shares.sum(-2, keepdim=True))
+    before, means = prefix_states(f, values, log_mass, mean, segment.tile)
+    past = segment.tiles(a) + before[:-1].transpose(0, 1)[..., None, :]
+    past = past.sub_(segment.tiles(segment.row_mass)[..., None]).exp_().flatten(1, 2)
+    pull += past * (segment.tiles(d_out) @ means[:-1].permute(1, 0, 3, 2)).flatten(1, 2)
+    seen += past
+    # ℓ is rounded at its own size, which may be thousands: make every row sum to 1 again.
+    total = seen.sum(-1)
+    exact = total.masked_fill(total == 0, 1).reciprocal_()
+    for x in (pull, seen, own):
+        x *= exact[..., None]
+    for pair in pairs:
+        pair.slots *= right(exact, pair.height)[..., None]
+    pull = segment.dropped(pull)
+    delta = pull.sum(-1)
+    return _RowSide(own, pairs, exact, delta, pull - seen * delta[..., None])
+
+
+def _key_side(segment: _Segment, rows: _RowSide, future: _Future) -> tuple[Tensor, Tensor]:
+    """Σ_i W_ijl (D_il v_j·dO_i − δ_i) and Σ_il D_il W_ijl dO_i: gradients of β k and v."""
+    values, d_out, delta = segment.values, segment.d_out, rows.delta
+    reach = (d_out * values).sum(-1, keepdim=True).expand_as(rows.own)
+    d_f = rows.own * (segment.dropped(reach) - delta[..., None])
+    d_v = segment.dropped(rows.own).sum(-1, keepdim=True) * d_out
+    for pair in rows.pairs:
+        height = pair.height
+        slots = pair.slots
+        if segment.kept is not None:
+            slots = slots * right(segment.kept, height)
+        products = pair_products(left(values, height), right(d_out, height))
+        level = (pair.slots * right(delta, height)[..., None]).sum(-2, keepdim=True)
+        left(d_f, height).add_(pair.shares * (mix_rows(products, slots) - level))
+        left(d_v, height).add_(mix_rows(pair_products(pair.shares, slots), right(d_out, height)))
+    later = future.before_tiles(segment, rows)
+    tops, asks, levels = (torch.stack(x[::-1], 1) for x in zip(*later, strict=True))
+    shares = (segment.tiles(segment.f) + tops[..., None, :]).exp_()
+    pulled = segment.tiles(values) @ asks.transpose(-1, -2) - levels[..., None, :]
+    d_f += (shares * pulled).flatten(1, 2)
+    d_v += (shares @ asks).flatten(1, 2)
+    return d_f, d_v
+
+
+def _backward_segment(
+    inputs: Inputs, part: slice, d_out: Tensor, row_mass: Tensor, state, future: _Future
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of α q, β k (expanded) and v (expanded) for one segment."""
+    tile, length = inputs.tile, part.stop - part.start
+    segment = _Segment(
+        tile,
+        inputs.queries(part),
+        inputs.keys(part),
+        inputs.values(part),
+        inputs.kept(part),
+        pad(d_out[:, :, part].to(inputs.dtype).flatten(0, 1), tile),
+        pad(row_mass[:, :, part].flatten(0, 1), tile, torch.inf),
+    )
+    rows = _row_side(segment, *state)
+    d_f, d_v = _key_side(segment, rows, future)
+    return rows.d_a[:, :length], d_f[:, :length], d_v[:, :length]
+
+
+def _causal_backward(
+    d_out, q, k, v, alpha, beta, key_mask, log_mass, mean, slot_dropout, row_mass, normalize_keys
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs = Inputs(q, k, v, alpha, beta, key_mask, slot_dropout, normalize_keys)
+    d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    d_alpha, d_beta = torch.zeros_like(alpha), torch.zeros_like(beta)
+    parts = segments(q.flatten(0, 1), inputs.tile)
+    states = [(inputs.expand(log_mass), inputs.expand(mean))]
+    for part in parts[:-1]:
+        before, means = prefix_states(
+            inputs.keys(part), inputs.values(part), *states[-1], inputs.tile
+        )
+        states.append((before[-1], means[-1].clone()))
+    first_mass, first_mean = states[0]
+    future = _Future(first_mass, first_mean)
+    for part, state in zip(reversed(parts), reversed(states), strict=False):
+        d_a, d_f, d_values = _backward_segment(inputs, part, d_out, row_mass, state, future)
+        d_a = d_a.unflatten(0, q.shape[:2])
+        d_q[:, :, part] = d_a * alpha[..., None, None]
+        d_alpha += (d_a * q[:, :, part]).sum((-1, -2))
+        d_k[:, :, part], d_beta_part = inputs.key_gradients(d_f, part)
+        d_beta += d_beta_part
+        d_v[:, :, part] = inputs.reduce(d_values)
+    weight = (first_mass + future.top).exp()
+    d_mass = inputs.reduce(weight * ((first_mean * future.asked).sum(-1) - future.level))
+    d_mean = inputs.reduce(weight[..., None] * future.asked)
+    return d_q, d_k, d_v, d_alpha, d_beta, d_mass, d_mean
+
+
+def _causal_backward_shapes(
+    d_out, q, k, v, alpha, beta, key_mask, log_mass, mean, slot_dropout, row_mass, normalize_keys
+):
+    inputs = (q, k, v, alpha, beta, log_mass, mean)
+    return tuple(torch.empty_like(x) for x in inputs)
+
+
+causal_backward = register(
+    "causal_backward",
+    "(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor? key_mask, "
+    "Tensor log_mass, Tensor mean, Tensor? slot_dropout, Tensor row_mass, bool normalize_keys)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _causal_backward,
+    _causal_backward_shapes,
+)
