@@ -37,7 +37,7 @@ def draw_batch(size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return kinds, payloads, padding, payloads.gather(1, place + 1)[:, 0]
 
 
-def main(steps: int = 150) -> float:
+def main(steps: int = 105) -> float:
     torch.manual_seed(0)
     embed = nn.ModuleList([nn.Embedding(KINDS + 1, WIDTH), nn.Embedding(PAYLOADS, WIDTH)])
     model = nn.ModuleList([embed, EncoderBlock(), EncoderBlock(), nn.Linear(WIDTH, PAYLOADS)])
@@ -52,7 +52,7 @@ def main(steps: int = 150) -> float:
         loss.backward()
         optimizer.step()
         accuracy = (logits.argmax(-1) == answer).float().mean().item()
-        if step % 30 == 0:
+        if step % 15 == 0:
             print(f"step {step:4d}  loss {loss.item():.3f}  accuracy {accuracy:.2f}")
     return accuracy
 

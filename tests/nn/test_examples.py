@@ -15,7 +15,7 @@ def run(name: str, **arguments):
 
 
 def test_encoder_layer_learns_the_lookup(capsys):
-    assert run("encoder_layer.py") > 0.9
+    assert run("encoder_layer.py", steps=90) > 0.9
     assert "accuracy" in capsys.readouterr().out
 
 
@@ -23,9 +23,12 @@ def test_causal_decoder_agrees_with_itself():
     assert run("causal_decoder.py", steps=20) < 1e-4
 
 
-def test_replace_softmax_keeps_the_output_close():
-    errors = run("replace_softmax.py")
-    assert 0 < max(errors.values()) < 0.5
+def test_replace_softmax_keeps_the_concentration():
+    rows = run("replace_softmax.py")
+    entropy = {name: row[0] for name, row in rows.items()}
+    assert entropy["uniform"] == pytest.approx(8)
+    assert entropy["entropy"] == pytest.approx(entropy["softmax"], abs=0.2)
+    assert entropy["softmax"] < 6
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
