@@ -11,6 +11,10 @@ INSTALLED := $(VENV)/.installed
 ANY_PYTHON := $(if $(wildcard $(INSTALLED)),$(BIN)/python,$(PYTHON))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
+# Packages are installed without bytecode, which is quicker; it is written on first import, or every
+# start would compile torch anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-slow test-gpu check format bench readme fuzz clean
 

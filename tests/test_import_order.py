@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "lln"
 
-# layer -> layers of lln it may import. A new module of lln must be entered here.
+# layer -> layers of lln it may import. The table holds the whole plan; some layers do not exist yet.
 LAYERS: dict[str, set[str]] = {
     "files": set(),
     "data": set(),
@@ -22,10 +22,16 @@ LAYERS: dict[str, set[str]] = {
     "functional": {"ops", "moments", "protocols"},
     "instruments": {"ops", "moments", "protocols"},
     "nn": {"functional", "ops", "moments", "protocols"},
+    "baselines": {"functional", "ops", "moments", "protocols"},
+    "zoo": {"nn", "baselines", "protocols"},
+    "models": {"zoo", "nn", "ops", "instruments", "protocols"},
+    "hf": {"zoo", "nn", "functional", "moments", "ops", "instruments", "protocols"},
+    "distributed": {"functional", "moments", "ops", "protocols"},
     "report": set(),
-    "bench": {"functional", "ops", "moments", "report", "files"},
+    "bench": {"zoo", "models", "hf", "functional", "ops", "moments", "report", "files"},
     "demo": {"bench", "instruments", "moments", "ops", "report", "files"},
-    "cli": {"demo", "bench"},
+    "experiments": {"models", "hf", "zoo", "instruments", "data", "files"},
+    "cli": {"demo", "bench", "zoo", "instruments", "experiments", "report", "files"},
 }
 
 # layer -> third-party packages it may import at all
@@ -39,9 +45,16 @@ THIRD_PARTY: dict[str, set[str]] = {
     "functional": ALWAYS_PRESENT,
     "instruments": ALWAYS_PRESENT | {"scipy"},
     "nn": ALWAYS_PRESENT,
+    "baselines": ALWAYS_PRESENT,
+    "zoo": ALWAYS_PRESENT,
+    "models": ALWAYS_PRESENT,
+    "hf": ALWAYS_PRESENT | {"transformers", "safetensors"},
+    "distributed": ALWAYS_PRESENT,
     "report": {"matplotlib", "jinja2", "markupsafe"},
     "bench": ALWAYS_PRESENT | {"rich"},
     "demo": ALWAYS_PRESENT | {"rich"},
+    "experiments": ALWAYS_PRESENT
+    | {"transformers", "accelerate", "safetensors", "tokenizers", "sklearn", "tensorboard", "rich"},
     "cli": {"typer", "rich"},
 }
 
@@ -79,7 +92,8 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
 
 def test_every_module_has_its_place():
     names = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in modules()}
-    assert names == set(LAYERS) == set(THIRD_PARTY)
+    assert names <= set(LAYERS), f"not in the table: {sorted(names - set(LAYERS))}"
+    assert set(LAYERS) == set(THIRD_PARTY)
 
 
 def test_the_table_has_no_cycle():
