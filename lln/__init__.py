@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from lln import moments, nn
+    from lln import instruments, moments, nn
     from lln.functional import attention, attention_varlen, prefill
     from lln.moments import match_moments
     from lln.ops.dispatch import which
@@ -27,12 +27,13 @@ _PUBLIC = {
     "match_moments": "lln.moments",
     "which": "lln.ops.dispatch",
 }
-_MODULES = ("moments", "nn")
+_MODULES = ("instruments", "moments", "nn")
 
 __all__ = [
     "State",
     "attention",
     "attention_varlen",
+    "instruments",
     "match_moments",
     "moments",
     "nn",

@@ -1,21 +1,43 @@
 """Instruments that measure attention: how concentrated, how biased, how log-normal it is.
 
-Importing this package loads torch only; scipy is imported inside the functions that need it.
+Each measure takes a matrix ``p [..., N, M]``; :func:`measure` takes queries and keys and never
+builds the matrix. Importing this package loads torch only, scipy comes with the functions that need
+it.
 """
 
 # Imported eagerly: a function that shares the name of its file must be bound after that file.
-from lln.instruments.entropy import entropy
+from lln.instruments.bias import column_bias, mutual_information
+from lln.instruments.concentration import MEASURES, Concentration, measure
+from lln.instruments.entropy import effective_tokens, entropy, renyi2_entropy
+from lln.instruments.kernels import KERNELS
+from lln.instruments.lognormal import LogNormalFit, fit_lognormal
 from lln.instruments.spectral_gap import (
     CausalMatrixWarning,
     centred_singular_value,
     second_eigenvalue,
     spectral_gap,
 )
+from lln.instruments.temperature import lln_temperature, temperature
+from lln.instruments.variance import log_variance, row_variance
 
 __all__ = [
+    "KERNELS",
+    "MEASURES",
     "CausalMatrixWarning",
+    "Concentration",
+    "LogNormalFit",
     "centred_singular_value",
+    "column_bias",
+    "effective_tokens",
     "entropy",
+    "fit_lognormal",
+    "lln_temperature",
+    "log_variance",
+    "measure",
+    "mutual_information",
+    "renyi2_entropy",
+    "row_variance",
     "second_eigenvalue",
     "spectral_gap",
+    "temperature",
 ]

@@ -1,70 +1,108 @@
-"""Largest eigenvalue and singular value of an operator known only by its products (scipy).
+"""The largest eigenvalue of an operator known only by its products: block Arnoldi iterations.
 
-λ₂ of an attention matrix is usually a complex pair, on which plain power iteration never settles;
-Arnoldi iterations find the pair. Vectors are float64 tensors on the CPU.
+λ₂ of an attention matrix is usually a complex pair inside a crowd of similar moduli, on which power
+iteration never settles and single-vector Arnoldi needs a hundred products. When the matrix is
+recomputed block by block, a product with 64 vectors costs little more than one with a single
+vector, so the space grows by a whole block per product and a dozen of them suffice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-Product = Callable[[Tensor], Tensor]
+BLOCK = 64  # vectors per product
+SPACE = 6 * BLOCK  # columns kept before the space is restarted from its leading part
+ROUNDS = 60
+
+Product = Callable[[Float[Tensor, "N c"]], Float[Tensor, "N c"]]
 
 
-def largest_eigenvalue(product: Product, size: int, *, tolerance: float = 1e-4) -> float:
-    """max |λ| of the N×N operator ``product``."""
-    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs
-
-    start = _start(size)
-    if _vanishes(product, start):
-        return 0.0
-    operator = LinearOperator((size, size), matvec=_on_arrays(product), dtype=np.float64)
-    try:
-        values = eigs(
-            operator, k=2, which="LM", v0=start, tol=tolerance, ncv=min(size, 40), maxiter=100,
-            return_eigenvectors=False,
-        )  # fmt: skip
-    except ArpackNoConvergence as error:
-        raise ArithmeticError(
-            f"Arnoldi found {len(error.eigenvalues)} of 2 eigenvalues to tolerance={tolerance:g} "
-            f"at N={size}; raise the tolerance or read centred_singular_value instead"
-        ) from error
-    return float(np.abs(values).max())
+class NotConverged(ArithmeticError):
+    """The iterations ended before the largest eigenvalue had settled."""
 
 
-def largest_singular_value(
-    product: Product, transposed: Product, shape: tuple[int, ...], *, tolerance: float = 1e-4
+def largest_eigenvalue(
+    product: Product, start: Float[Tensor, "N c"], *, tolerance: float = 1e-4
 ) -> float:
-    """σ₁ of the N×M operator ``product`` whose transpose is ``transposed``."""
-    from scipy.sparse.linalg import LinearOperator, svds
+    r"""max |λ| of the operator x → ``product(x)`` on R^N.
 
-    start = _start(min(shape))
-    if _vanishes(product, _start(shape[1])):
-        return 0.0
-    operator = LinearOperator(
-        shape, matvec=_on_arrays(product), rmatvec=_on_arrays(transposed), dtype=np.float64
+    Args:
+        product: Applied to float64 blocks of vectors, 64 columns or as many as ``start`` has.
+        start: The first block; directions close to the leading eigenvectors save products.
+        tolerance: Residual ‖P v − λ v‖ of the unit vector v at which λ is accepted.
+
+    Numerics: Rayleigh–Ritz on a growing orthonormal basis, enlarged by the residuals of its leading
+    Ritz vectors. The error of λ is about a tenth of the residual on attention matrices.
+    """
+    space = _Space(product, start)
+    for _ in range(ROUNDS):
+        basis, image = space.basis, space.image
+        values, vectors = torch.linalg.eig(basis.T @ image)
+        top = values.abs().argmax()
+        vector = torch.view_as_real(vectors[:, top])
+        scaled = torch.view_as_real(values[top] * vectors[:, top])
+        if (image @ vector - basis @ scaled).norm() <= tolerance:
+            return float(values[top].abs())
+        space.enlarge(_leading_space(values, vectors))
+    raise NotConverged(
+        f"the largest eigenvalue has not settled to tolerance={tolerance:g} after {ROUNDS} "
+        f"products at N={start.shape[0]}; raise the tolerance, or measure at most 1024 tokens"
     )
-    values = svds(operator, k=1, v0=start, tol=tolerance, return_singular_vectors=False)
-    return float(values.max())
 
 
-def _start(size: int) -> np.ndarray:
-    """A fixed start, so that a measurement repeats exactly."""
-    return np.random.default_rng(0).standard_normal(size)
+class _Space:
+    """An orthonormal basis and its image, in two buffers that are filled column by column."""
+
+    def __init__(self, product: Product, start: Tensor) -> None:
+        self.product, self.width = product, 0
+        size = min(start.shape[0], SPACE + start.shape[1])
+        self.columns, self.images = (start.new_empty(start.shape[0], size) for _ in range(2))
+        self._append(start)
+
+    @property
+    def basis(self) -> Tensor:
+        return self.columns[:, : self.width]
+
+    @property
+    def image(self) -> Tensor:
+        return self.images[:, : self.width]
+
+    def enlarge(self, leading: Tensor) -> None:
+        """Add the residuals of the leading directions; if full, first keep only these."""
+        kept_image = self.image @ leading
+        fresh = kept_image - self.basis @ (self.basis.T @ kept_image)
+        if self.width + leading.shape[1] > self.columns.shape[1]:
+            kept = self.basis @ leading
+            self.width = leading.shape[1]
+            self.columns[:, : self.width], self.images[:, : self.width] = kept, kept_image
+        self._append(fresh)
+
+    def _append(self, fresh: Tensor) -> None:
+        for _ in range(2):  # orthogonalising twice is enough
+            fresh = torch.linalg.qr(fresh - self.basis @ (self.basis.T @ fresh))[0]
+        end = self.width + fresh.shape[1]
+        self.columns[:, self.width : end] = fresh
+        self.images[:, self.width : end] = self.product(fresh)
+        self.width = end
 
 
-def _vanishes(product: Product, start: np.ndarray) -> bool:
-    """Whether the operator is zero up to rounding: ARPACK cannot start on it."""
-    image = product(torch.from_numpy(start))
-    return float(image.abs().max()) <= 1e-13 * np.abs(start).max()
+def random_start(size: int, device: torch.device | str | None = None) -> Float[Tensor, "N c"]:
+    """A fixed random block, so that a measurement repeats exactly."""
+    generator = torch.Generator().manual_seed(0)
+    block = torch.randn(size, min(size, BLOCK), generator=generator, dtype=torch.float64)
+    return block.to(device)
 
 
-def _on_arrays(product: Product) -> Callable[[np.ndarray], np.ndarray]:
-    def apply(x: np.ndarray) -> np.ndarray:
-        return product(torch.from_numpy(np.ascontiguousarray(x).ravel())).numpy()
-
-    return apply
+def _leading_space(values: Tensor, vectors: Tensor) -> Tensor:
+    """An orthonormal real basis of the Ritz vectors of largest modulus, at most one block wide."""
+    order = values.abs().argsort(descending=True)[:BLOCK]
+    chosen = vectors[:, order]
+    left, weight, _ = torch.linalg.svd(
+        torch.cat([chosen.real, chosen.imag], dim=1), full_matrices=False
+    )
+    rank = int((weight > 1e-10 * weight[0]).sum())
+    return left[:, : min(rank, BLOCK)]

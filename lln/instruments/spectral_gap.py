@@ -6,32 +6,30 @@ Wielandt's deflation gives P̄ the eigenvalues 0, λ₂, …, λ_N of P (A.4.2 o
 
 from __future__ import annotations
 
+import importlib
 import warnings
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lln.instruments.arnoldi import largest_eigenvalue, largest_singular_value
 from lln.instruments.stochastic import check_stochastic
 
-DENSE_LIMIT = 1024  # up to here every eigenvalue is computed, above Arnoldi finds the largest
+DENSE_LIMIT = 1024  # up to here every eigenvalue is computed; above, Arnoldi finds the largest
+RANK_ONE = 1e-14  # entries of P̄ below this are rounding: all rows are equal, λ₂ = 0
+
+CAUSAL_CAVEAT = (
+    "the matrix is triangular (causal attention): its eigenvalues are its diagonal, so |λ₂| is the "
+    "second largest P_ii and says nothing about the other entries; judge causal heads by entropy "
+    "and centred_singular_value"
+)
 
 
 class CausalMatrixWarning(UserWarning):
     """The matrix is triangular, so its spectrum says less than the reader may think."""
-
-
-CAUSAL_CAVEAT = (
-    "p is lower triangular (causal attention): its eigenvalues are its diagonal, so |λ₂| is the "
-    "second largest P_ii and says nothing about the entries below; use centred_singular_value or "
-    "entropy to judge the concentration of causal heads"
-)
-
-
-def is_causal_matrix(p: Float[Tensor, "*batch N N"]) -> bool:
-    """Whether no query sees a later key in any of the matrices, and some query sees an earlier."""
-    return not bool(p.triu(1).any()) and bool(p.tril(-1).any())
 
 
 def second_eigenvalue(p: Float[Tensor, "*batch N N"]) -> Float[Tensor, "*batch"]:
@@ -43,18 +41,18 @@ def second_eigenvalue(p: Float[Tensor, "*batch N N"]) -> Float[Tensor, "*batch"]
     Returns:
         One number per leading index in float32 or wider; 0 for a single token.
 
-    Numerics: computed in float64, as the largest eigenvalue of P̄. Exact (LAPACK) for N ≤ 1024;
-    above, Arnoldi iterations, relative accuracy 1e-4. Triangular matrices give their diagonal,
-    with a :class:`CausalMatrixWarning`.
+    Numerics: computed in float64 as the largest eigenvalue of P̄. Every eigenvalue (LAPACK) for
+    N ≤ 1024; above, implicitly restarted Arnoldi (scipy), accurate to about 1e-5, or LAPACK again
+    where that does not converge. Triangular matrices give their diagonal, with a
+    :class:`CausalMatrixWarning`.
 
     Example:
         >>> second_eigenvalue(torch.eye(3))
         tensor(1.)
     """
     p = check_stochastic(p, square=True)
-    if is_causal_matrix(p):
+    if any(is_triangular(matrix) for matrix in _matrices(p)):
         warnings.warn(CAUSAL_CAVEAT, CausalMatrixWarning, stacklevel=2)
-        return p.diagonal(dim1=-2, dim2=-1).sort(-1).values[..., -2]
     return _for_each(_second_eigenvalue, p)
 
 
@@ -62,7 +60,8 @@ def spectral_gap(p: Float[Tensor, "*batch N N"]) -> Float[Tensor, "*batch"]:
     r"""1 − |λ₂|, the paper's measure of unbiased concentration.
 
     Section 3.2.2 of arXiv:2311.13541v4: γ = 1 − |λ₂|. Attention that concentrates has a small gap;
-    a large gap at low entropy means that all queries look at the same keys.
+    a large gap at low entropy means that all queries look at the same keys. Accuracy and the
+    treatment of causal matrices: see :func:`second_eigenvalue`.
 
     Example:
         >>> spectral_gap(torch.full((4, 4), 0.25))
@@ -72,7 +71,7 @@ def spectral_gap(p: Float[Tensor, "*batch N N"]) -> Float[Tensor, "*batch"]:
 
 
 def centred_singular_value(p: Float[Tensor, "*batch N M"]) -> Float[Tensor, "*batch"]:
-    r"""σ₁(P̄), the standard deviation of the rows along their major principal component (times √N).
+    r"""σ₁(P̄): √N times the standard deviation of the rows along their major principal component.
 
     Theorem 3.3 of arXiv:2311.13541v4 equates its square with λ₂². That is an identity for normal
     matrices only; in general |λ₂| ≤ σ₁(P̄), and a head that attends to the previous token has
@@ -88,24 +87,68 @@ def centred_singular_value(p: Float[Tensor, "*batch N M"]) -> Float[Tensor, "*ba
     return _for_each(_centred_singular_value, check_stochastic(p))
 
 
-def _for_each(function, p: Tensor) -> Tensor:
+def is_triangular(p: Float[Tensor, "N N"]) -> bool:
+    """Whether all entries above, or all below, the diagonal are zero; diagonal alone is not."""
+    above, below = bool(p.triu(1).any()), bool(p.tril(-1).any())
+    return above != below
+
+
+def diagonal_eigenvalue(diagonal: Float[Tensor, " N"]) -> float:
+    """|λ₂| of a triangular matrix: the second largest diagonal entry, 0 for one token."""
+    return 0.0 if len(diagonal) == 1 else diagonal.topk(2).values[1].item()
+
+
+def _matrices(p: Tensor) -> Tensor:
+    return p.reshape(-1, *p.shape[-2:])
+
+
+def _for_each(function: Callable[[Tensor], float], p: Tensor) -> Tensor:
     """One matrix at a time, in float64 on the CPU, so that a batch costs one copy of a matrix."""
-    matrices = p.flatten(0, -3) if p.ndim > 2 else p[None]
-    values = [function(matrix.double().cpu()) for matrix in matrices]
+    values = [function(matrix.double().cpu()) for matrix in _matrices(p)]
     return p.new_tensor(values).reshape(p.shape[:-2])
 
 
 def _second_eigenvalue(p: Tensor) -> float:
-    mean_row = p.mean(0)
-    if p.shape[0] <= DENSE_LIMIT:
-        return torch.linalg.eigvals(p - mean_row).abs().max().clamp(max=1).item()
-    return min(1.0, largest_eigenvalue(lambda x: p @ x - mean_row @ x, p.shape[0]))
+    if is_triangular(p):
+        return diagonal_eigenvalue(p.diagonal())
+    centred = p - p.mean(0)
+    value = _arnoldi_eigenvalue(centred) if p.shape[0] > DENSE_LIMIT else None
+    if value is None:
+        value = torch.linalg.eigvals(centred).abs().max().item()
+    return min(1.0, value)
 
 
 def _centred_singular_value(p: Tensor) -> float:
-    mean_row = p.mean(0)
-    if max(p.shape) <= DENSE_LIMIT:
-        return torch.linalg.matrix_norm(p - mean_row, ord=2).item()
-    return largest_singular_value(
-        lambda x: p @ x - mean_row @ x, lambda y: p.T @ y - mean_row * y.sum(0), p.shape
-    )
+    centred = p - p.mean(0)
+    if centred.abs().max() <= RANK_ONE:
+        return 0.0
+    if min(p.shape) > DENSE_LIMIT:
+        start = np.random.default_rng(0).standard_normal(min(p.shape))
+        values = _arpack().svds(centred.numpy(), k=1, v0=start, return_singular_vectors=False)
+        return float(values.max())
+    return torch.linalg.matrix_norm(centred, ord=2).item()
+
+
+def _arnoldi_eigenvalue(centred: Tensor) -> float | None:
+    """max |λ|, or None where the moduli are too much alike, as in a permutation."""
+    if centred.abs().max() <= RANK_ONE:
+        return 0.0
+    arpack = _arpack()
+    size = centred.shape[0]
+    options: dict[str, Any] = {"k": 2, "ncv": 40, "maxiter": 50, "tol": 1e-6}
+    options["v0"] = np.random.default_rng(0).standard_normal(size)  # repeats exactly
+    try:
+        values = arpack.eigs(centred.numpy(), which="LM", return_eigenvectors=False, **options)
+    except arpack.ArpackNoConvergence:
+        return None
+    return float(np.abs(values).max())
+
+
+def _arpack() -> Any:
+    try:
+        return importlib.import_module("scipy.sparse.linalg")
+    except ImportError as error:
+        raise ImportError(
+            f"the spectrum of a matrix larger than {DENSE_LIMIT} needs scipy: "
+            "pip install 'lln-attention[report]'"
+        ) from error
