@@ -79,6 +79,21 @@ def bench(
     run(out, quick=quick, backward=backward, min_seconds=min_seconds)
 
 
+@bench_app.command("gpu")
+def bench_gpu(
+    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
+    quick: Annotated[bool, typer.Option("--quick", help="Two lengths only.")] = False,
+) -> None:
+    """Measure the kernels on a CUDA device.
+
+    Time and share of the memory-bandwidth floor for LLN, LLN+Diag, causal LLN and decoding, beside
+    softmax by cuDNN and FlashAttention; checks first and stops if a kernel is wrong.
+    """
+    from lln.bench.gpu import run
+
+    run(out, quick=quick)
+
+
 def main() -> None:
     """Entry point of the command."""
     app()

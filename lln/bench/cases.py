@@ -1,8 +1,9 @@
 """What is measured: an op, an implementation and a shape.
 
 ``op`` is the word used in ``lln/ops``; ``impl`` is ``"eager"`` or ``"triton"`` for ours, ``"sdpa"``
-for ``torch.nn.functional.scaled_dot_product_attention`` and ``"matrix"`` for softmax attention that
-builds its N×N matrix. Timing works on the closure that :func:`call` returns and knows nothing else.
+for ``torch.nn.functional.scaled_dot_product_attention`` (``"cudnn"`` and ``"flash"`` with the
+backend fixed) and ``"matrix"`` for softmax attention that builds its N×N matrix. Timing works on
+the closure that :func:`call` returns and knows nothing else.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lln import functional, moments
 from lln.ops import reference
@@ -76,6 +78,17 @@ def _sdpa_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def _backend(name: str, *, is_causal: bool = False) -> Callable[..., Tensor]:
+    """SDPA with one backend, which runs or fails: nothing else is measured under its name."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(getattr(SDPBackend, name)):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    return run
+
+
+SOFTMAX = ("sdpa", "cudnn", "flash", "matrix")
 RUNNERS: dict[tuple[str, str], Callable[..., Tensor]] = {
     ("bidirectional", "eager"): _ours("eager"),
     ("bidirectional", "sdpa"): F.scaled_dot_product_attention,
@@ -84,6 +97,14 @@ RUNNERS: dict[tuple[str, str], Callable[..., Tensor]] = {
     ("lln_diag", "eager"): _ours("eager", diag_block=DIAG_BLOCK),
     ("causal", "eager"): _ours("eager", is_causal=True),
     ("causal", "sdpa"): _sdpa_causal,
+    ("bidirectional", "triton"): _ours("triton"),
+    ("measured", "triton"): _measured("triton"),
+    ("lln_diag", "triton"): _ours("triton", diag_block=DIAG_BLOCK),
+    ("causal", "triton"): _ours("triton", is_causal=True),
+    ("bidirectional", "cudnn"): _backend("CUDNN_ATTENTION"),
+    ("bidirectional", "flash"): _backend("FLASH_ATTENTION"),
+    ("causal", "cudnn"): _backend("CUDNN_ATTENTION", is_causal=True),
+    ("causal", "flash"): _backend("FLASH_ATTENTION", is_causal=True),
 }
 
 
@@ -95,7 +116,7 @@ def _softmax_reference(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> T
 
 def expected(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The O(N²) definition of what ``case`` computes, in the dtype of the inputs."""
-    if case.impl in ("sdpa", "matrix"):
+    if case.impl in SOFTMAX:
         return _softmax_reference(q, k, v, is_causal=case.op == "causal")
     if case.op == "measured":
         alpha, beta = moments.calibrate(q, k)
@@ -110,11 +131,11 @@ def expected(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def inputs(case: Case, *, seed: int = 0) -> list[Tensor]:
     """q, k, v of standard normal numbers, the same for every implementation of a shape."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(case.device).manual_seed(seed)
     shape = (case.B, case.H, case.N, case.D)
-    made = [torch.randn(shape, generator=generator) for _ in range(3)]
+    made = [torch.randn(shape, generator=generator, device=case.device) for _ in range(3)]
     dtype = getattr(torch, case.dtype)
-    return [x.to(case.device, dtype).requires_grad_(case.passes == TRAINING) for x in made]
+    return [x.to(dtype).requires_grad_(case.passes == TRAINING) for x in made]
 
 
 def call(case: Case, tensors: Iterable[Tensor]) -> Callable[[], object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import subprocess
@@ -38,7 +39,12 @@ def version(package: str) -> str:
 
 
 def commit() -> str:
-    """Commit of the checkout this package runs from, ``-dirty`` if its code was changed since."""
+    """Commit of the checkout this package runs from, ``-dirty`` if its code was changed since.
+
+    ``LLN_COMMIT`` says it where the files were copied without their history.
+    """
+    if os.environ.get("LLN_COMMIT"):
+        return os.environ["LLN_COMMIT"]
     if not (PACKAGE.parent / ".git").exists():
         return f"release {version('lln-attention')}"
     try:

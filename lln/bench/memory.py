@@ -1,11 +1,9 @@
-"""Peak memory of a call beyond its inputs.
+"""Peak memory of a call on a CPU, beyond its inputs.
 
-On a CPU the number comes from the operating system, not from torch: a child process makes the
-inputs, resets the kernel's high-water mark of resident memory (VmHWM), makes the call once and
+The number comes from the operating system, not from torch: a child process makes the inputs, resets the kernel's high-water mark of resident memory (VmHWM), makes the call once and
 reads the mark again. So scratch buffers inside the math libraries count as well as tensors. The
 child returns freed blocks to the system at once (``MALLOC_MMAP_THRESHOLD_``), otherwise a block
 freed before the call and reused in it would not be seen. Linux only; elsewhere the answer is None.
-On a GPU it is ``torch.cuda.max_memory_allocated``.
 """
 
 from __future__ import annotations
@@ -18,8 +16,6 @@ import subprocess
 import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
-
-import torch
 
 from lln.bench.cases import Case, call, inputs
 
@@ -54,17 +50,6 @@ def peaks(cases: Sequence[Case]) -> Generator[float | None, None, None]:
                 )
             yield json.loads(answer)
         child.stdin.close()
-
-
-def cuda_peak(case: Case) -> float:
-    """Peak of one CUDA case in MB beyond what was allocated before the call."""
-    run = call(case, inputs(case))
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / MB
 
 
 def _resident(field: str) -> int:

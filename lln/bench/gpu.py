@@ -1,0 +1,294 @@
+"""``lln bench gpu``: time and share of the memory-bandwidth floor on a CUDA device, in one run.
+
+LLN moves few bytes and computes little per byte, so its floor is memory traffic: u is the size of
+one ``[B, H, N, D]`` tensor, and an op that must read and write n of them cannot be faster than
+n·u / bandwidth, with the copy bandwidth of the same run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lln import files
+from lln.bench import machine, sweep
+from lln.bench.cases import FORWARD, TRAINING, Case, call, inputs
+from lln.bench.check import check
+from lln.report.figures import Axis, Series, line_plot
+
+# Tensors of [B, H, N, D] that must be read or written: (forward, forward and backward).
+FLOORS = {
+    "bidirectional": (4, 11),
+    "lln_diag": (6, 15),
+    "causal": (4, 11),
+    "measured": (6, 13),
+}
+TOKENS = 65_536
+EAGER, GRAPH = "eager", "graph"
+QUANTILES = (0.2, 0.5, 0.8)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A case and how it is launched: from Python, or as a captured CUDA graph."""
+
+    case: Case
+    launch: str
+
+
+def gpu_cases(*, quick: bool = False) -> list[Timed]:
+    """65,536 tokens in sequences of every length, other widths and dtypes, and batch 1."""
+    base = Case("bidirectional", "triton", 4096, H=12, D=64, dtype="bfloat16", device="cuda")
+    lengths = (4096, 16_384) if quick else (512, 1024, 2048, 4096, 8192, 16_384, 65_536)
+    shapes = [replace(base, N=n, B=TOKENS // n) for n in lengths]
+    ours = [
+        replace(shape, op=op, impl="triton")
+        for op in ("bidirectional", "lln_diag", "causal", "measured")
+        for shape in shapes
+    ]
+    rivals = [
+        replace(shape, op=op, impl=impl)
+        for op in ("bidirectional", "causal")
+        for impl in ("cudnn", "flash")
+        for shape in shapes
+    ]
+    plain = [
+        replace(base, N=n, B=TOKENS // n, op=op, impl="eager")
+        for op in ("bidirectional", "lln_diag", "causal")
+        for n in (4096, 16_384)
+    ]
+    other = [
+        replace(base, N=n, B=TOKENS // n, op=op, **change)
+        for change in ({"D": 128}, {"dtype": "float16"})
+        for op in ("bidirectional", "lln_diag", "causal")
+        for n in (4096, 16_384)
+    ]
+    both = [replace(case, passes=p) for case in ours + rivals + plain + other
+            for p in (FORWARD, TRAINING)]  # fmt: skip
+    # Plain PyTorch reads sizes on the host, which a graph cannot capture.
+    timed = [Timed(case, EAGER if case.impl == "eager" else GRAPH) for case in both]
+    single = [
+        Timed(replace(base, N=n, B=1, impl=impl), launch)
+        for n in (512, 4096, 16_384)
+        for impl in ("triton", "cudnn", "flash")
+        for launch in (EAGER, GRAPH)
+    ]
+    return timed + single
+
+
+def copy_bandwidth(gigabytes: float = 2.0) -> float:
+    """Bytes read and written per second by a device-to-device copy."""
+    source = torch.empty(int(gigabytes * 2**30), dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    milliseconds = time_gpu(lambda: target.copy_(source))[1]
+    return 2 * source.numel() / (milliseconds * 1e-3)
+
+
+def time_gpu(run: Callable[[], object], *, budget_ms: int = 100) -> list[float]:
+    """Milliseconds at 20, 50 and 80 %, by CUDA events, the cache cleared before every call."""
+    from triton.testing import do_bench
+
+    times = do_bench(run, warmup=25, rep=budget_ms, quantiles=list(QUANTILES))
+    assert isinstance(times, list)
+    return times
+
+
+def captured(run: Callable[[], object]) -> Callable[[], None]:
+    """The same work as a CUDA graph: what it costs without Python between the launches."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def peak_megabytes(run: Callable[[], object]) -> float:
+    """Memory allocated at the peak of a call beyond what was there before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def measure(
+    cases: Sequence[Timed], bandwidth: float, watch: Callable[[str], None]
+) -> Iterator[sweep.Row]:
+    """A finished row per case; what cannot run gives a row that says why."""
+    facts = machine.facts("cuda")
+    for timed in cases:
+        case = timed.case
+        watch(f"{case.name} B={case.B} {timed.launch}")
+        row: sweep.Row = {**case.row(), "launch": timed.launch}
+        try:
+            tensors = inputs(case)
+            run = call(case, tensors)
+            peak = peak_megabytes(run)
+            times = time_gpu(captured(run) if timed.launch == GRAPH else run)
+            p20, p50, p80 = (round(value, 5) for value in times)
+            row |= {"ms_p20": p20, "ms_p50": p50, "ms_p80": p80, "peak_mb": round(peak, 1)}
+            row |= {"floor_share": floor_share(case, p50, bandwidth), "error": ""}
+        except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
+            missing = dict.fromkeys(("ms_p20", "ms_p50", "ms_p80", "peak_mb", "floor_share"))
+            row |= {**missing, "error": str(error).splitlines()[0][:200]}
+            torch.cuda.synchronize()
+        yield {**row, "copy_tb_s": round(bandwidth / 1e12, 3), **facts}
+
+
+def floor_share(case: Case, milliseconds: float, bandwidth: float) -> float | None:
+    """Bytes that must move ÷ (time × copy bandwidth); 1 is the physical limit."""
+    if case.op not in FLOORS or case.impl not in ("triton", "eager"):
+        return None
+    unit = case.B * case.H * case.N * case.D * getattr(torch, case.dtype).itemsize
+    units = FLOORS[case.op][0 if case.passes == FORWARD else 1]
+    return round(units * unit / (milliseconds * 1e-3 * bandwidth), 4)
+
+
+def ratios(rows: Sequence[sweep.Row]) -> list[sweep.Row]:
+    """How many times faster our kernel is than each rival, on equal shapes and launches."""
+    keys = ("op", "pass", "B", "N", "D", "dtype", "launch")
+    ours = {
+        tuple(r[k] for k in keys): r["ms_p50"]
+        for r in rows
+        if r.get("impl") == "triton" and r.get("ms_p50")
+    }
+    found = []
+    for row in rows:
+        key = tuple(row.get(k) for k in keys)
+        if row.get("impl") not in ("cudnn", "flash", "eager") or not row.get("ms_p50"):
+            continue
+        if row["impl"] == "eager":
+            key = (*key[:-1], GRAPH)
+        if key in ours:
+            named = dict(zip(keys, key, strict=True))
+            faster = round(row["ms_p50"] / ours[key], 2)
+            found.append({**named, "against": row["impl"], "times_faster": faster})
+    return found
+
+
+def plots(rows: Sequence[sweep.Row]) -> dict[str, str]:
+    """Time against N (log-log) and share of the floor against N, forward and backward."""
+    chosen = [
+        r for r in rows
+        if r.get("ms_p50") and r["B"] * r["N"] == TOKENS and r["pass"] == TRAINING
+        and r["dtype"] == "bfloat16" and r["D"] == 64 and r["launch"] == GRAPH
+    ]  # fmt: skip
+    curves = dict.fromkeys((r["op"], r["impl"]) for r in chosen if r["op"] != "measured")
+
+    def series(key: str) -> list[Series]:
+        drawn = []
+        for op, impl in curves:
+            mine = [r for r in chosen if (r["op"], r["impl"]) == (op, impl) and r[key]]
+            if mine:
+                label = f"{op}, {impl}"
+                drawn.append(Series(label, [r["N"] for r in mine], [r[key] for r in mine]))
+        return drawn
+
+    lengths = sorted({r["N"] for r in chosen})
+    x = Axis("tokens per sequence (65,536 in all)", log=True, ticks=lengths)
+    return {
+        "time": line_plot("gpu-time", series("ms_p50"), title="Forward and backward (ms)", x=x,
+                          y=Axis("milliseconds", log=True)),
+        "share": line_plot("gpu-share", series("floor_share"), title="Share of the floor", x=x,
+                           y=Axis("bytes ÷ (time × copy bandwidth)", limits=(0, 1))),
+    }  # fmt: skip
+
+
+def run(folder: Path, *, quick: bool = False, console: Console | None = None) -> list[Path]:
+    """Check, measure, and write ``gpu_hardware_date`` as .json, .csv and two .svg."""
+    console = console or Console()
+    if not torch.cuda.is_available():
+        console.print("no CUDA device: `lln bench` measures on the CPU")
+        raise SystemExit(1)
+    cases = gpu_cases(quick=quick)
+    bandwidth = copy_bandwidth()
+    console.print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
+    checked = check(timed.case for timed in cases)
+    console.print(f"{checked} implementations agree with the float64 definition")
+    rows = []
+    for row in [*measure(cases, bandwidth, lambda name: console.print(name, highlight=False)),
+                *_extra(bandwidth)]:  # fmt: skip
+        rows.append(row)
+    console.print(table(rows))
+    content: dict[str, list[Any]] = {"ratios": ratios(rows), "rows": rows}
+    written = [sweep.save_json(content, folder, subject="gpu", device="cuda")]
+    written.append(files.write_text(written[0].with_suffix(".csv"), sweep.as_csv(rows)))
+    for name, svg in plots(rows).items():
+        path = written[0].with_name(f"{written[0].stem}_{name}.svg")
+        written.append(files.write_text(path, svg))
+    for path in written:
+        console.print(f"wrote {path}")
+    return written
+
+
+def _extra(bandwidth: float) -> Iterator[sweep.Row]:
+    """The two ops that are not an attention call: the statistics, and one step of decoding."""
+    facts = {"copy_tb_s": round(bandwidth / 1e12, 3), **machine.facts("cuda")}
+    yield {**_statistics_row(bandwidth), **facts}
+    for context in (1024, 65_536):
+        yield {**_decode_row(context, bandwidth), **facts}
+
+
+def _statistics_row(bandwidth: float) -> sweep.Row:
+    from lln.moments import standard_deviations
+
+    q, k, _ = inputs(Case("bidirectional", "triton", 4096, B=16, dtype="bfloat16", device="cuda"))
+    times = time_gpu(captured(lambda: standard_deviations(q, k)))
+    unit = q.numel() * q.element_size()
+    return {
+        "op": "statistics", "impl": "triton", "pass": FORWARD, "B": 16, "H": 12, "N": 4096,
+        "D": 64, "dtype": "bfloat16", "launch": GRAPH,
+        "ms_p20": times[0], "ms_p50": times[1], "ms_p80": times[2], "peak_mb": None,
+        "floor_share": round(2 * unit / (times[1] * 1e-3 * bandwidth), 4),
+        "error": "",
+    }  # fmt: skip
+
+
+def _decode_row(context: int, bandwidth: float) -> sweep.Row:
+    """One token for 64 streams that have already seen ``context`` keys."""
+    from lln.functional import prefill
+    from lln.ops.state import summarize
+
+    batch, heads, width = 64, 12, 64
+    make = lambda n: torch.randn(batch, heads, n, width, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    state = summarize(make(context), make(context), beta=2.0)
+    q, k, v = make(1), make(1), make(1)
+
+    def step() -> object:
+        with torch.no_grad():
+            return prefill(q, k, v, state, alpha=2.0, beta=2.0)
+
+    times = time_gpu(captured(step))
+    moved = 2 * sum(x.numel() * x.element_size() for x in (state.log_mass, state.mean))
+    return {
+        "op": "decode", "impl": "triton", "pass": FORWARD, "B": batch, "H": heads, "N": context,
+        "D": width, "dtype": "bfloat16", "launch": GRAPH,
+        "ms_p20": times[0], "ms_p50": times[1], "ms_p80": times[2], "peak_mb": None,
+        "floor_share": round(moved / (times[1] * 1e-3 * bandwidth), 4),
+        "error": "",
+    }  # fmt: skip
+
+
+def table(rows: Sequence[sweep.Row]) -> Table:
+    """What was measured, one line per row."""
+    shown = Table(title="Measurements", title_justify="left")
+    for name in ("op", "impl", "pass", "launch", "B", "N", "D", "dtype", "ms", "of floor"):
+        shown.add_column(name)
+    for row in rows:
+        time = row["error"] or f"{row['ms_p50']:.4f}"
+        share = "" if row["floor_share"] is None else f"{row['floor_share']:.0%}"
+        cells = [str(row[key]) for key in ("op", "impl", "pass", "launch", "B", "N", "D", "dtype")]
+        shown.add_row(*cells, time, share)
+    return shown
