@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "lln"
 
-# layer -> layers of lln it may import. The table holds the whole plan; some layers do not exist yet.
+# layer -> layers of lln it may import. The table is the whole plan: some layers do not exist yet.
 LAYERS: dict[str, set[str]] = {
     "files": set(),
     "data": set(),
@@ -51,7 +51,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "hf": ALWAYS_PRESENT | {"transformers", "safetensors"},
     "distributed": ALWAYS_PRESENT,
     "report": {"matplotlib", "jinja2", "markupsafe"},
-    "bench": ALWAYS_PRESENT | {"rich"},
+    "bench": ALWAYS_PRESENT | {"rich", "triton"},
     "demo": ALWAYS_PRESENT | {"rich"},
     "experiments": ALWAYS_PRESENT
     | {"transformers", "accelerate", "safetensors", "tokenizers", "sklearn", "tensorboard", "rich"},
@@ -59,7 +59,12 @@ THIRD_PARTY: dict[str, set[str]] = {
 }
 
 # Files that load only on demand and therefore may import an extra at their top.
-EXTRAS_AT_THE_TOP = {"cli.py": {"typer"}, "bench/cpu.py": {"rich"}, "demo/run.py": {"rich"}}
+EXTRAS_AT_THE_TOP = {
+    "cli.py": {"typer"},
+    "bench/cpu.py": {"rich"},
+    "bench/gpu.py": {"rich"},
+    "demo/run.py": {"rich"},
+}
 
 
 def modules() -> list[Path]:

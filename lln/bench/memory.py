@@ -1,9 +1,10 @@
 """Peak memory of a call on a CPU, beyond its inputs.
 
-The number comes from the operating system, not from torch: a child process makes the inputs, resets the kernel's high-water mark of resident memory (VmHWM), makes the call once and
-reads the mark again. So scratch buffers inside the math libraries count as well as tensors. The
-child returns freed blocks to the system at once (``MALLOC_MMAP_THRESHOLD_``), otherwise a block
-freed before the call and reused in it would not be seen. Linux only; elsewhere the answer is None.
+The number comes from the operating system, not from torch: a child process makes the inputs,
+resets the kernel's high-water mark of resident memory (VmHWM), makes the call once and reads the
+mark again. So scratch buffers inside the math libraries count as well as tensors. The child returns
+freed blocks to the system at once (``MALLOC_MMAP_THRESHOLD_``), otherwise a block freed before the
+call and reused in it would not be seen. Linux only; elsewhere the answer is None.
 """
 
 from __future__ import annotations
