@@ -1,0 +1,17 @@
+"""The quadratic kernel of Fig. 2."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lln.baselines.kernel import KernelCore
+
+
+class Quadratic(KernelCore):
+    r"""Attention with κ(q, k) = (qᵀk)², rows divided by their sum (Fig. 2 of 2311.13541).
+
+    O(N²d) time, O(N²) memory. Homogeneous, hence indifferent to temperature.
+    """
+
+    def kernel(self, scores: Tensor) -> Tensor:
+        return scores.square()

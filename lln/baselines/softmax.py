@@ -1,0 +1,58 @@
+"""Softmax attention: the yardstick."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lln.baselines.base import Core, Layer, masked_softmax
+
+IMPLEMENTATIONS = ("sdpa", "matrix")
+
+
+class Softmax(Core):
+    r"""Scaled dot-product attention (Vaswani et al. 2017, arXiv:1706.03762).
+
+        out_i = Σ_j softmax_j(q_iᵀk_j / √d) v_j
+
+    O(N²d) time; O(N d) memory with ``impl="sdpa"`` (torch's fused kernels), O(N²) with "matrix",
+    which builds P.
+
+    Args:
+        causal: Query i sees keys j ≤ i + M − N.
+    """
+
+    def __init__(self, layer: Layer, *, impl: str = "sdpa", causal: bool = False) -> None:
+        super().__init__(layer)
+        if impl not in IMPLEMENTATIONS:
+            raise ValueError(f"impl={impl!r} is unknown; choose from {', '.join(IMPLEMENTATIONS)}")
+        self.impl, self.causal = impl, causal
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        # torch's kernels keep their sums in float32: nothing has to be widened.
+        return (
+            self.attend(q, k, v, key_mask)
+            if self.impl == "sdpa"
+            else super()._attend(q, k, v, key_mask)
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        seen = visible(q, k, key_mask, causal=self.causal)
+        if self.impl == "matrix":
+            return masked_softmax(q @ k.mT * q.shape[-1] ** -0.5, seen) @ v
+        if seen is None:
+            return F.scaled_dot_product_attention(q, k, v)
+        blind = ~seen.any(-1, keepdim=True)  # all masked is NaN or 0 there, by kernel
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | blind)
+        return out.masked_fill(blind, 0)
+
+
+def visible(q: Tensor, k: Tensor, key_mask: Tensor | None, *, causal: bool) -> Tensor | None:
+    """True where a query may see a key, ``[B or 1, 1, 1 or N, M]``; None if everywhere."""
+    seen = None if key_mask is None else key_mask[:, None, None, :]
+    if not causal:
+        return seen
+    queries, keys = q.shape[2], k.shape[2]
+    triangle = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+    return triangle[None, None] if seen is None else seen & triangle
