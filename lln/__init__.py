@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lln.moments import match_moments
     from lln.ops.dispatch import which
     from lln.ops.state import State, read, summarize
+    from lln.zoo import create, describe, list_mechanisms
 
 _PUBLIC = {
     "attention": "lln.functional",
@@ -26,6 +27,9 @@ _PUBLIC = {
     "State": "lln.ops.state",
     "match_moments": "lln.moments",
     "which": "lln.ops.dispatch",
+    "create": "lln.zoo",
+    "list_mechanisms": "lln.zoo",
+    "describe": "lln.zoo",
 }
 _MODULES = ("instruments", "moments", "nn")
 
@@ -33,7 +37,10 @@ __all__ = [
     "State",
     "attention",
     "attention_varlen",
+    "create",
+    "describe",
     "instruments",
+    "list_mechanisms",
     "match_moments",
     "moments",
     "nn",
