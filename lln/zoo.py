@@ -77,7 +77,7 @@ class LLNSelfAttention(SelfAttention):
     ) -> Float[Tensor, "B H N N"]:
         """The weights of eq. (9), with the diagonal branch if there is one. O(N²)."""
         q, k, _ = self.heads(self._checked(x, key_mask))
-        return self.core.weights(q, k, key_mask, key_mask)
+        return self.core.attention_matrix(q, k, key_mask, key_mask)
 
 
 _THIS_PAPER = "Nahshan et al. 2023, arXiv:2311.13541"

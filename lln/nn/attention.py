@@ -152,14 +152,14 @@ class LLNAttention(nn.Module):
         draw = self.draw(q, k, key_mask=key_mask, query_mask=query_mask, is_causal=self.causal)
         return self.attend(q, k, v, draw)
 
-    def weights(
+    def attention_matrix(
         self,
         q: Float[Tensor, "B H N D"],
         k: Float[Tensor, "B Hkv M D"],
         key_mask: Bool[Tensor, "B M"] | None = None,
         query_mask: Bool[Tensor, "B N"] | None = None,
     ) -> Float[Tensor, "B H N M"]:
-        """The attention matrix, O(N M) memory: for looking at, not for training on long inputs.
+        """P with P v = output for every v, O(N M) memory: for looking at, not for long inputs.
 
         In training mode this is a forward pass like any other: dropout acts and running statistics
         move.
@@ -167,7 +167,7 @@ class LLNAttention(nn.Module):
         q, k = autocast(q, k)
         self._check_inputs(q, k, key_mask, query_mask)
         draw = self.draw(q, k, key_mask=key_mask, query_mask=query_mask, is_causal=self.causal)
-        return self.attention_matrix(q, k, draw)
+        return self.attend_identity(q, k, draw)
 
     @torch.no_grad()
     def calibrate_(
@@ -256,10 +256,10 @@ class LLNAttention(nn.Module):
             block_diagonal(q, k, v, **local, **shared), op(q, k, v, **linear, **shared), weight
         )
 
-    def attention_matrix(
+    def attend_identity(
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv M D"], draw: Draw
     ) -> Float[Tensor, "B H N M"]:
-        """P with P v = ``attend(q, k, v, draw)`` for every v: the output for v = identity."""
+        """The attention matrix of a draw: its output for v = identity."""
         keys = k.shape[2]
         if keys == 0:
             return q.new_zeros((*q.shape[:3], 0))

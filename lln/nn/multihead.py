@@ -168,7 +168,7 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         out = self.out_proj(heads.transpose(1, 2).flatten(2))
         weights = None
         if need_weights:
-            weights = self.attention.attention_matrix(q, k, draw).roll(keys - k.shape[2], -1)
+            weights = self.attention.attend_identity(q, k, draw).roll(keys - k.shape[2], -1)
             weights = weights.mean(1) if average_attn_weights else weights
         if not batched:
             return out[0], None if weights is None else weights[0]

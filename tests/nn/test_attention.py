@@ -60,7 +60,7 @@ def test_weights_times_values_are_the_output(options, causal):
     core = LLNAttention(4, 8, num_kv_heads=2, causal=causal, statistics="fixed", **options).eval()
     if core.mix_logit is not None:
         torch.nn.init.normal_(core.mix_logit)
-    weights = core.weights(q, k, key_mask)
+    weights = core.attention_matrix(q, k, key_mask)
     expected = core(q, k, v, key_mask)
     torch.testing.assert_close(weights @ v.repeat_interleave(2, dim=1), expected)
     torch.testing.assert_close(weights[0].sum(-1), torch.ones(4, 9, dtype=torch.float64))
