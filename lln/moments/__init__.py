@@ -1,0 +1,23 @@
+"""Calibration: which alpha and beta make LLN attention as concentrated as softmax attention.
+
+Start at :func:`calibrate` (from q and k) or :func:`match_moments` (from their deviations).
+    line.py         the paper's straight line: MomentFit, PAPER, fit_line (A.7)
+    curves.py       the exact curves that replace it, read from a small table
+    quadrature.py   the integrals that the table was made from, by tabulate.py
+    statistics.py   what is measured: standard_deviations, score_variance
+"""
+
+from lln.moments.calibration import calibrate
+from lln.moments.line import PAPER, MomentFit, fit_line
+from lln.moments.matching import match_moments
+from lln.moments.statistics import score_variance, standard_deviations
+
+__all__ = [
+    "PAPER",
+    "MomentFit",
+    "calibrate",
+    "fit_line",
+    "match_moments",
+    "score_variance",
+    "standard_deviations",
+]
