@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Defined through a Library: torch.library.custom_op would load the compiler at the first call.
+_LIBRARY = torch.library.Library("lln", "FRAGMENT")
+
 
 def register(
     name: str,
@@ -29,10 +32,10 @@ def register(
         with torch.autocast(device, enabled=False):
             return compute(*args)
 
-    op = torch.library.custom_op(
-        f"lln::{name}_eager", without_autocast, mutates_args=(), schema=schema
-    )
-    op.register_fake(shapes)
+    op = f"lln::{name}_eager"
+    _LIBRARY.define(f"{name}_eager{schema}")
+    _LIBRARY.impl(f"{name}_eager", without_autocast, "CompositeExplicitAutograd")
+    torch.library.register_fake(op, shapes, lib=_LIBRARY)
     if differentiate is not None:
-        op.register_autograd(differentiate, setup_context=save)
-    return op
+        torch.library.register_autograd(op, differentiate, setup_context=save, lib=_LIBRARY)
+    return getattr(torch.ops.lln, f"{name}_eager").default
