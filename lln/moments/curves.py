@@ -19,12 +19,14 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Callable
 from importlib import resources
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+Result = TypeVar("Result")
 METHODS = ("variance", "entropy")
 HEAD_DIMS = (2, 1024)
 TABLE = "curves.json"
@@ -97,7 +99,13 @@ def _curve(method: str, head_dim: int, normalize_keys: bool) -> Curve:
     return draft._replace(end_slope=(at - below) / 1e-5)
 
 
-@torch.compiler.assume_constant_result
+def constant_under_compile(function: Callable[..., Result]) -> Callable[..., Result]:
+    """``torch.compiler.assume_constant_result`` without importing the compiler, which takes 2 s."""
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+@constant_under_compile
 def curve(method: str, head_dim: int, normalize_keys: bool) -> Curve:
     """The curve of "variance" or "entropy" for a head size; a constant under torch.compile."""
     low, high = HEAD_DIMS
@@ -113,7 +121,7 @@ def table_key(method: str, normalize_keys: bool) -> str:
     return f"{method}, normalized keys" if normalize_keys else method
 
 
-def head_position(head_dim: float) -> float:
+def head_position(head_dim: int | float) -> float:
     """Where a head size stands on [−1, 1]: ln(D − 1), scaled."""
     low, high = (math.log(d - 1) for d in HEAD_DIMS)
     return 2 * (math.log(head_dim - 1) - low) / (high - low) - 1

@@ -11,7 +11,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from lln.moments.curves import METHODS, curve
+from lln.moments.curves import METHODS, constant_under_compile, curve
 from lln.moments.line import PAPER, MomentFit
 from lln.ops.arguments import check_floating
 from lln.protocols import compute_dtype
@@ -110,7 +110,7 @@ def match_moments(
     return alpha.to(dtype), beta.to(dtype)
 
 
-@torch.compiler.assume_constant_result
+@constant_under_compile
 def _match_numbers(
     values: Mapping[str, float], head_dim: int, method: str | MomentFit, normalize_keys: bool
 ) -> tuple[float, float]:
