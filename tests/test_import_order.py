@@ -30,8 +30,22 @@ LAYERS: dict[str, set[str]] = {
     "report": set(),
     "bench": {"zoo", "models", "hf", "functional", "ops", "moments", "report", "files"},
     "demo": {"bench", "instruments", "moments", "ops", "report", "files"},
+    "figures": {"bench", "instruments", "moments", "ops", "report", "files"},
+    "verify": {"figures", "instruments", "moments", "ops"},
+    "figures": {"instruments", "moments", "ops", "bench", "report", "files"},
+    "verify": {"figures", "instruments", "moments", "ops"},
     "experiments": {"models", "hf", "zoo", "instruments", "data", "files"},
-    "cli": {"demo", "bench", "zoo", "instruments", "experiments", "report", "files"},
+    "cli": {
+        "demo",
+        "bench",
+        "figures",
+        "verify",
+        "zoo",
+        "instruments",
+        "experiments",
+        "report",
+        "files",
+    },
 }
 
 # layer -> third-party packages it may import at all
@@ -53,6 +67,10 @@ THIRD_PARTY: dict[str, set[str]] = {
     "report": {"matplotlib", "jinja2", "markupsafe"},
     "bench": ALWAYS_PRESENT | {"rich", "triton"},
     "demo": ALWAYS_PRESENT | {"rich"},
+    "figures": ALWAYS_PRESENT | {"rich"},
+    "verify": ALWAYS_PRESENT | {"rich"},
+    "figures": ALWAYS_PRESENT | {"rich"},
+    "verify": ALWAYS_PRESENT | {"rich"},
     "experiments": ALWAYS_PRESENT
     | {"transformers", "accelerate", "safetensors", "tokenizers", "sklearn", "tensorboard", "rich"},
     "cli": {"typer", "rich"},
@@ -63,7 +81,10 @@ EXTRAS_AT_THE_TOP = {
     "cli.py": {"typer"},
     "bench/cpu.py": {"rich"},
     "bench/gpu.py": {"rich"},
+    "bench/zoo.py": {"rich"},
     "demo/run.py": {"rich"},
+    "figures/run.py": {"rich"},
+    "verify/run.py": {"rich"},
 }
 
 

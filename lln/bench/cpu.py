@@ -14,6 +14,7 @@ from lln.bench import sweep
 from lln.bench.cases import cpu_cases
 from lln.bench.check import CheckFailed
 from lln.report.figures import Axis, Series, line_plot
+from lln.report.numbers import three_digits
 
 
 def run(
@@ -83,7 +84,7 @@ def _rows_table(rows: Sequence[sweep.Row]) -> Table:
         table.add_column(name, justify="right")
     for row in rows:
         peak = "" if row["peak_mb"] is None else f"{row['peak_mb']:.1f}"
-        times = [f"{row[key]:.3g}" for key in ("ms_p20", "ms_p50", "ms_p80")]
+        times = [three_digits(row[key]) for key in ("ms_p20", "ms_p50", "ms_p80")]
         table.add_row(row["op"], row["impl"], row["pass"], f"{row['N']:,}", *times, peak)
     return table
 

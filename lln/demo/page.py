@@ -8,6 +8,7 @@ from typing import Any
 from lln.demo.concentration import KERNELS, Setting
 from lln.demo.cost import LABELS, SHORT, label
 from lln.report.figures import Axis, Series, line_plot
+from lln.report.numbers import three_digits
 from lln.report.page import Page, Plot, Plots, Section, Table, Text
 
 Row = dict[str, Any]
@@ -28,7 +29,7 @@ temperature falls. Without calibration (α = β = 1) LLN stays nearly uniform at
 log-weights exactly for the head size, `entropy` matches the mean entropy of long rows. Matching the
 variance, in either way, concentrates more than softmax at low temperature, because the logarithm of
 an LLN weight is skewed; matching the entropy follows softmax closely for τ of about 0.8 and more
-and stays somewhat flatter below. `normalize_keys` removes most of the bias towards particular keys.
+and leaves it below. `normalize_keys` removes most of the bias towards particular keys.
 Which of them trains best is a question for experiments, not for this page.
 """
 
@@ -195,18 +196,14 @@ def cost_table(rows: Sequence[Row]) -> Table:
         line = [f"{length:,}"]
         for impl in SHORT:
             row = cells.get((impl, length), {"ms_p50": None, "peak_mb": None})
-            line += [_number(row["ms_p50"], ".3g"), _number(row["peak_mb"], ".0f")]
+            line += [three_digits(row["ms_p50"]), three_digits(row["peak_mb"])]
         both = [
             cells[impl, length]["ms_p50"] for impl in ("sdpa", "eager") if (impl, length) in cells
         ]
         lines.append([*line, f"{both[0] / both[1]:.1f}×" if len(both) == 2 else ""])
     heads = [f"{name} {unit}" for name in SHORT.values() for unit in ("ms", "MB")]
     return Table(
-        ["N", *heads, "SDPA ÷ LLN"],
+        ["N", *heads, "speed-up"],
         lines,
-        caption="Empty cells were not run: they would take too long.",
+        caption="Matrix: softmax with its N×N matrix. Speed-up: SDPA ÷ LLN time. Empty: not run.",
     )
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)

@@ -13,12 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lln.report.numbers import short_number
+
 INK = "#000201"
 GRID = "#000202"
+PAPER = "#000203"
 SERIES = tuple(f"#00010{n}" for n in range(1, 7))
 STYLE_VARIABLES = {
     INK: "var(--ink, #1c2026)",
     GRID: "var(--grid, #d8dce2)",
+    PAPER: "var(--paper, #ffffff)",
     SERIES[0]: "var(--series-1, #1c2026)",
     SERIES[1]: "var(--series-2, #c2410c)",
     SERIES[2]: "var(--series-3, #0072b2)",
@@ -31,6 +35,9 @@ DASHES = ("-", "-", "--", "-.", (0, (4, 1.5)), ":")
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 10,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
     "text.color": INK,
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
@@ -86,14 +93,14 @@ def line_plot(
         for index, curve in enumerate(series):
             _draw(axes, curve, index if curve.slot is None else curve.slot)
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-        _label(axes, x, y)
+        label_axes(axes, x, y)
         if len(series) > 1:
             _legend(axes, len(series))
         text = io.StringIO()
         FigureCanvasSVG(figure).print_svg(
             text, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
         )
-    return _for_page(text.getvalue(), name, description or title)
+    return for_page(text.getvalue(), name, description or title)
 
 
 def _draw(axes, curve: Series, slot: int) -> None:
@@ -113,7 +120,8 @@ def _draw(axes, curve: Series, slot: int) -> None:
     )
 
 
-def _label(axes, x: Axis, y: Axis) -> None:
+def label_axes(axes, x: Axis, y: Axis) -> None:
+    """Scales, ticks, labels and grid of a matplotlib plot."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     for axis, wanted in ((axes.xaxis, x), (axes.yaxis, y)):
@@ -146,16 +154,7 @@ def _legend(axes, count: int) -> None:
     )
 
 
-def short_number(value: float) -> str:
-    """512 -> "512", 4096 -> "4k" (thousands of 1024 when exact), 0.25 -> "0.25"."""
-    if value >= 1024 and value % 1024 == 0:
-        return f"{value / 1024:g}k"
-    if value >= 10_000:
-        return f"{value / 1000:g}k"
-    return f"{value:g}"
-
-
-def _for_page(svg: str, name: str, description: str) -> str:
+def for_page(svg: str, name: str, description: str) -> str:
     """Cut the XML prologue, make ids unique, let the page decide size, colour and font."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.S)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lln.report.numbers import three_digits
+
 Row = Mapping[str, Any]
 
 
@@ -42,19 +44,19 @@ def speed(results: Path) -> str:
     time = {(row["op"], row["impl"], row["N"]): row["ms_p50"] for row in rows}
     ratio = {(r["op"], r["N"]): r["ratio"] for r in content["ratios"] if r["pass"] == "fwd"}
 
-    def cell(value: float | None, form: str = "{:.3g}") -> str:
-        return "" if value is None else form.format(value)
+    def times(value: float | None) -> str:
+        return "" if value is None else f"{value:.1f}×"
 
     lines = [
         [
             f"{N:,}",
-            cell(time.get(("bidirectional", "sdpa", N))),
-            cell(time.get(("bidirectional", "eager", N))),
-            cell(ratio.get(("bidirectional", N)), "{:.1f}×"),
-            cell(time.get(("lln_diag", "eager", N))),
-            cell(time.get(("causal", "sdpa", N))),
-            cell(time.get(("causal", "eager", N))),
-            cell(ratio.get(("causal", N)), "{:.1f}×"),
+            three_digits(time.get(("bidirectional", "sdpa", N))),
+            three_digits(time.get(("bidirectional", "eager", N))),
+            times(ratio.get(("bidirectional", N))),
+            three_digits(time.get(("lln_diag", "eager", N))),
+            three_digits(time.get(("causal", "sdpa", N))),
+            three_digits(time.get(("causal", "eager", N))),
+            times(ratio.get(("causal", N))),
         ]
         for N in sorted({row["N"] for row in rows})
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ElementTree
 
-from lln.report.figures import INK, SERIES, Axis, Series, line_plot, short_number
+from lln.report.figures import STYLE_VARIABLES, Axis, Series, line_plot
 
 
 def draw(name: str = "one", **options) -> str:
@@ -32,9 +32,12 @@ def test_the_same_values_give_the_same_text():
 
 def test_no_marker_colour_is_left_and_the_page_decides():
     svg = draw()
-    for colour in (INK, *SERIES):
+    for colour in STYLE_VARIABLES:
         assert colour not in svg
     assert "var(--series-1, " in svg and "var(--series-2, " in svg and "var(--ink, " in svg
+    assert "#ffffff" not in svg.replace(
+        "var(--paper, #ffffff)", ""
+    )  # no white sheet on a dark page
 
 
 def test_ids_of_two_drawings_differ_and_references_resolve():
@@ -47,13 +50,3 @@ def test_ids_of_two_drawings_differ_and_references_resolve():
 
 def test_a_screen_reader_gets_the_description():
     assert 'aria-label="a &quot;quoted&quot; &lt;word&gt;"' in draw(description='a "quoted" <word>')
-
-
-def test_numbers_on_axes_are_short():
-    assert [short_number(x) for x in (0.25, 512, 1024, 65_536, 30_000)] == [
-        "0.25",
-        "512",
-        "1k",
-        "64k",
-        "30k",
-    ]
