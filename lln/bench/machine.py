@@ -72,6 +72,13 @@ def facts(device: str = "cpu") -> dict[str, str]:
     }
 
 
+def conditions() -> str:
+    """What else decides a time on a CPU: how threads wait, and how busy the machine was before."""
+    waiting = os.environ.get("OMP_WAIT_POLICY", "default")
+    busy = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
+    return f"OMP_WAIT_POLICY={waiting} load_average={busy}"
+
+
 def slug(device: str = "cpu") -> str:
     """The device as a part of a file name: letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")

@@ -34,7 +34,7 @@ def measure(
     watch("correctness check")
     check(cases)
     facts = machine.facts()
-    configuration = f"seed=0 min_seconds={min_seconds:g}"
+    configuration = f"seed=0 min_seconds={min_seconds:g} {machine.conditions()}"
     memory = peaks(cases)
     for case in cases:
         watch(case.name)
