@@ -11,6 +11,8 @@ from lln.instruments.concentration import MEASURES, Concentration, measure
 from lln.instruments.entropy import effective_tokens, entropy, renyi2_entropy
 from lln.instruments.kernels import KERNELS
 from lln.instruments.lognormal import LogNormalFit, fit_lognormal
+from lln.instruments.monitor import monitor
+from lln.instruments.rows import read_rows
 from lln.instruments.spectral_gap import (
     CausalMatrixWarning,
     centred_singular_value,
@@ -34,7 +36,9 @@ __all__ = [
     "lln_temperature",
     "log_variance",
     "measure",
+    "monitor",
     "mutual_information",
+    "read_rows",
     "renyi2_entropy",
     "row_variance",
     "second_eigenvalue",

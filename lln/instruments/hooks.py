@@ -1,0 +1,351 @@
+"""Finding attention inside a running model, whichever way it is written.
+
+While :func:`attention_calls` is open, four places are watched, and nothing that is computed there
+changes:
+    F.scaled_dot_product_attention      called by any module
+    F.multi_head_attention_forward      nn.MultiheadAttention, with and without weights
+    the ops of this package             LLN and LLN+Diag, in modules, functions and models
+    transformers' attention interface   eager, flash and flex attention of Hugging Face models
+Leaving the block restores all of them, after an exception too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from lln.instruments.calls import AttentionCall, Branches, readable
+from lln.instruments.visibility import Visibility, read_mask
+from lln.ops.dispatch import IMPLEMENTATIONS
+
+LLN_OPS = ("bidirectional", "causal", "lln_diag", "block_diagonal")
+# Options of attention functions that change the weights in ways not read here.
+CHANGE_THE_WEIGHTS = ("s_aux", "sinks", "position_bias", "cache")
+
+
+@contextlib.contextmanager
+def attention_calls(model: nn.Module, *, samples: int = 1) -> Iterator[list[AttentionCall]]:
+    """Collect every call of attention that ``model`` makes inside the block, in order.
+
+    Args:
+        samples: Keep the queries and keys of the first so many samples of the batch.
+
+    Example:
+        >>> with attention_calls(model) as calls:
+        ...     model(x)
+        >>> calls[0].measured(["entropy"])                            # {"entropy": [samples, H]}
+    """
+    recorder = _Recorder(model, samples)
+    with contextlib.ExitStack() as undo:
+        for handle in (
+            register_module_forward_pre_hook(lambda module, _: recorder.enter(module)),
+            register_module_forward_hook(lambda *_: recorder.leave(), always_call=True),
+        ):
+            undo.callback(handle.remove)
+        undo.enter_context(_watched_ops(recorder))
+        undo.enter_context(_watched_interface(recorder))
+        undo.enter_context(_TorchFunctions(recorder))
+        yield recorder.calls
+
+
+class _Recorder:
+    """Turns what the four places see into calls, in the thread that opened the block."""
+
+    def __init__(self, model: nn.Module, samples: int) -> None:
+        self.calls: list[AttentionCall] = []
+        self.samples = samples
+        self.names = {module: name for name, module in model.named_modules()}
+        self.stack: list[nn.Module] = []
+        self.thread = threading.get_ident()
+        self.diagonal: tuple[Tensor, dict[str, Any]] | None = None
+
+    @property
+    def active(self) -> bool:
+        return threading.get_ident() == self.thread
+
+    def enter(self, module: nn.Module) -> None:
+        if self.active:
+            self.stack.append(module)
+
+    def leave(self) -> None:
+        if self.active and self.stack:
+            self.stack.pop()
+
+    def add(self, kernel: str, q: Tensor, k: Tensor, **options: Any) -> None:
+        own = (self.names[module] for module in reversed(self.stack) if module in self.names)
+        self.calls.append(
+            AttentionCall(len(self.calls), next(own, ""), kernel, q=q, k=k, **options)
+        )
+
+    def softmax(
+        self,
+        q: Tensor,
+        k: Tensor,
+        mask: object,
+        *,
+        is_causal: bool,
+        scale: float | None,
+        kernel: str = "softmax",
+        **options: Any,
+    ) -> None:
+        """Attention with softmax weights, or of an unknown kind if ``kernel`` says so."""
+        if q.dim() == 3:
+            q, k = q[:, None], k[:, None]
+            mask = mask[:, None] if isinstance(mask, Tensor) and mask.dim() == 3 else mask
+        if q.dim() != 4 or q.is_nested or q.numel() == 0 or k.numel() == 0:
+            return
+        samples = min(self.samples, q.shape[0])
+        seen = read_mask(
+            mask, is_causal=is_causal, samples=samples, queries=q.shape[2], keys=k.shape[2]
+        )
+        if options.pop("unreadable", ""):
+            seen = Visibility(unreadable="its weights depend on more than queries, keys and mask")
+        scaled = readable(q, samples)
+        if scale is not None:
+            scaled = scaled * (scale * q.shape[-1] ** 0.5)
+        visibility = {name: getattr(seen, name) for name in Visibility.__dataclass_fields__}
+        self.add(kernel, scaled, readable(k, samples), **visibility, **options)
+
+    def lln(self, op: str, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
+        """An op of this package; a diagonal branch computed apart is joined to its LLN branch."""
+        if options.get("state") is not None or q.numel() == 0 or k.numel() == 0:
+            return
+        if op == "block_diagonal":
+            self.diagonal = (q, options)
+            return
+        n = self.samples
+        branches, local = None, options if op == "lln_diag" else None
+        if self.diagonal is not None and self.diagonal[0] is q:
+            logit = getattr(self.stack[-1], "mix_logit", None) if self.stack else None
+            local = {**self.diagonal[1], "mix": None if logit is None else logit.sigmoid()}
+        self.diagonal = None
+        if local is not None:
+            mix = local.get("mix")
+            mix = None if mix is None else mix.detach().to(q.dtype, copy=True)
+            branches = Branches(readable(v, n), local["block"], local["scale"], mix)
+        mask = options.get("key_mask")
+        self.add(
+            "lln",
+            readable(q, n),
+            readable(k, n),
+            key_mask=None if mask is None else mask[:n].clone(),
+            is_causal=op == "causal" or options.get("is_causal", False),
+            alpha=readable(options["alpha"], n),
+            beta=readable(options["beta"], n),
+            normalize_keys=options.get("normalize_keys", False),
+            branches=branches,
+        )
+
+
+class _TorchFunctions(TorchFunctionMode):
+    """Sees torch's own attention functions, whoever calls them."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            _record_sdpa(self.recorder, *args, **kwargs)
+        elif func is F.multi_head_attention_forward:
+            bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
+            bound.apply_defaults()
+            _record_multihead(self.recorder, **bound.arguments)
+        return out
+
+
+@torch.no_grad()
+def _record_sdpa(
+    recorder: _Recorder,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> None:
+    recorder.softmax(query, key, attn_mask, is_causal=is_causal, scale=scale)
+
+
+@torch.no_grad()
+def _record_multihead(
+    recorder: _Recorder,
+    query: Tensor,
+    key: Tensor,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    add_zero_attn: bool,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    use_separate_proj_weight: bool,
+    q_proj_weight: Tensor | None,
+    k_proj_weight: Tensor | None,
+    static_k: Tensor | None,
+    is_causal: bool,
+    **_: Any,
+) -> None:
+    """Queries and keys of torch's layer, projected again for the samples that are kept."""
+    if not use_separate_proj_weight:
+        assert in_proj_weight is not None
+        q_proj_weight, k_proj_weight = in_proj_weight.chunk(3)[:2]
+    biases = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
+    batched = query.dim() == 3
+    n = recorder.samples
+
+    def heads(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        assert weight is not None
+        x = F.linear(x[:, :n] if batched else x[:, None], weight, bias)  # [tokens, S, H·D]
+        return x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3)
+
+    q = heads(query, q_proj_weight, biases[0])
+    k = heads(key, k_proj_weight, biases[1])
+    samples = q.shape[0]
+    if static_k is not None:
+        k = static_k.unflatten(0, (-1, num_heads))[:n]
+    masks = []
+    if attn_mask is not None:
+        mask = attn_mask.unflatten(0, (-1, num_heads))[:n] if attn_mask.dim() == 3 else attn_mask
+        masks.append(mask)
+    if key_padding_mask is not None:
+        padding = key_padding_mask[:n] if batched else key_padding_mask[None]
+        masks.append(padding[:, None, None])
+    extra = (bias_k is not None) + add_zero_attn
+    if bias_k is not None:
+        row = bias_k.expand(1, samples, -1).unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3)
+        k = torch.cat([k, row], dim=2)
+    if add_zero_attn:
+        k = torch.cat([k, torch.zeros_like(k[:, :, :1])], dim=2)
+    mask = _added(masks, q, extra)
+    recorder.softmax(q, k, mask, is_causal=is_causal and attn_mask is None, scale=None)
+
+
+def _added(masks: list[Tensor], like: Tensor, extra: int) -> Tensor | None:
+    """torch's masks (True or −inf = hidden) as one additive mask; extra keys are seen by all."""
+    total: Tensor | None = None
+    for mask in masks:
+        if mask.dtype == torch.bool:
+            mask = like.new_zeros(mask.shape, dtype=torch.float32).masked_fill(mask, -torch.inf)
+        total = mask.float() if total is None else total + mask.float()
+    return total if total is None else F.pad(total, (0, extra))
+
+
+@contextlib.contextmanager
+def _watched_ops(recorder: _Recorder) -> Iterator[None]:
+    """Stand between the table of implementations and those who look it up."""
+    kept = dict(IMPLEMENTATIONS)
+    for name, module in kept.items():
+        IMPLEMENTATIONS[name] = _WatchedOps(module, recorder)
+    try:
+        yield
+    finally:
+        IMPLEMENTATIONS.update(kept)
+
+
+class _WatchedOps(ModuleType):
+    """An implementation whose attention ops are recorded when they have run."""
+
+    def __init__(self, module: ModuleType, recorder: _Recorder) -> None:
+        super().__init__(module.__name__)
+        self._module, self._recorder = module, recorder
+
+    def __getattr__(self, name: str) -> Any:
+        op = getattr(self._module, name)
+        if name not in LLN_OPS:
+            return op
+
+        def recorded(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+            out = op(q, k, v, **options)
+            if self._recorder.active:
+                self._recorder.lln(name, q, k, v, options)
+            return out
+
+        return recorded
+
+
+@contextlib.contextmanager
+def _watched_interface(recorder: _Recorder) -> Iterator[None]:
+    """Wrap the attention functions that transformers hands out, if it is loaded at all."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        yield
+        return
+    interface = modeling.AttentionInterface
+    kept = {name: interface.__dict__.get(name) for name in ("get_interface", "__getitem__")}
+    find, lookup = interface.get_interface, interface.__getitem__
+
+    def get_interface(self, attn_implementation: str, default: Callable) -> Callable:
+        found = find(self, attn_implementation, default)
+        return _watched_function(found, attn_implementation or "eager", recorder)
+
+    def getitem(self, key: str) -> Callable:
+        return _watched_function(lookup(self, key), key, recorder)
+
+    interface.get_interface, interface.__getitem__ = get_interface, getitem
+    try:
+        yield
+    finally:
+        for name, function in kept.items():
+            if function is None:
+                delattr(interface, name)
+            else:
+                setattr(interface, name, function)
+
+
+def _watched_function(function: Callable, name: str, recorder: _Recorder) -> Callable:
+    """Record a call unless something inside it, SDPA or an op of this package, was recorded."""
+
+    def recorded(module, query, key, value, attention_mask=None, *args, **options):
+        before = len(recorder.calls)
+        out = function(module, query, key, value, attention_mask, *args, **options)
+        if recorder.active and len(recorder.calls) == before:
+            _record_interface(recorder, name, module, query, key, attention_mask, options)
+        return out
+
+    return recorded
+
+
+@torch.no_grad()
+def _record_interface(
+    recorder: _Recorder,
+    name: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: object,
+    options: dict[str, Any],
+) -> None:
+    """Eager attention hides by its mask alone; flash attention takes padding [B, M] and a flag."""
+    eager, flash = name.endswith("eager"), "flash" in name
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        mask = (mask != 0)[:, None, None]
+    causal = options.get("is_causal")
+    causal = getattr(module, "is_causal", False) if causal is None else causal
+    window = options.get("sliding_window")
+    recorder.softmax(
+        query,
+        key,
+        mask,
+        is_causal=bool(causal) and flash and query.shape[2] > 1,
+        scale=options.get("scaling"),
+        kernel="softmax" if eager or flash or name == "flex_attention" else name,
+        softcap=options.get("softcap"),
+        unreadable=any(options.get(option) is not None for option in CHANGE_THE_WEIGHTS)
+        or (flash and window is not None and window < key.shape[2]),
+    )
