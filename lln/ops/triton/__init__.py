@@ -19,6 +19,9 @@ from lln.protocols import HALF, Call
 
 _MODULES = {
     "bidirectional": "_bidirectional",
+    "block_diagonal": "_block_diagonal",
+    "causal": "_causal",
+    "lln_diag": "_lln_diag",
     "summarize": "state",
     "read": "state",
     "standard_deviations": "statistics",

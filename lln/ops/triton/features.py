@@ -21,14 +21,40 @@ FLOOR = tl.constexpr(-3.0e38)
 
 @jit
 def dot(a, b):
-    """a @ b accumulated in float32; float32 operands keep all their bits (no TF32)."""
-    return tl.dot(a, b, input_precision="ieee")
+    """a @ b accumulated in float32; float32 operands as three TF32 terms each, nothing is lost."""
+    return tl.dot(a, b, input_precision="tf32x3")
 
 
 @jit
 def dot_add(a, b, total):
     """total + a @ b, as :func:`dot`."""
-    return tl.dot(a, b, acc=total, input_precision="ieee")
+    return tl.dot(a, b, acc=total, input_precision="tf32x3")
+
+
+@jit
+def identity(WIDTH: tl.constexpr, dtype: tl.constexpr):
+    """The matrix that :func:`as_float` multiplies by."""
+    index = tl.arange(0, WIDTH)
+    return (index[:, None] == index[None, :]).to(dtype)
+
+
+@jit
+def as_float(tile, eye):
+    """A tile [rows, features] in float32, held the way a dot holds its result.
+
+    Half precision goes through the tensor cores, tile · I, which is exact: what follows (softmax
+    and the next dot) then stays in registers, as in flash attention, without a trip through
+    shared memory. Beyond 128 features I itself would fill that memory.
+    """
+    through_dot: tl.constexpr = tile.dtype != tl.float32 and tile.shape[1] <= 128
+    return tl.dot(tile, eye) if through_dot else tile.to(tl.float32)
+
+
+@jit
+def as_float_transposed(tile, eye):
+    """:func:`as_float` of the transpose: [features, rows]."""
+    through_dot: tl.constexpr = tile.dtype != tl.float32 and tile.shape[1] <= 128
+    return tl.dot(eye, tl.trans(tile)) if through_dot else tl.trans(tile).to(tl.float32)
 
 
 @jit
@@ -85,17 +111,12 @@ def store_tile(
 
 
 @jit
-def key_exponents(
-    k, scale, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORMALIZE: tl.constexpr
-):
-    """log2 of the key features: scale·k, or its log-softmax over the features."""
-    x = k.to(tl.float32) * scale
-    if NORMALIZE:
-        if WIDTH % BLOCK != 0:
-            x = tl.where((columns < WIDTH)[None, :], x, float("-inf"))
-        x -= tl.max(x, axis=1)[:, None]
-        x -= tl.log2(tl.sum(tl.exp2(x), axis=1))[:, None]
-    return x
+def log_softmax(x, inside, AXIS: tl.constexpr, PADDED: tl.constexpr):
+    """Base-2 log-softmax over the features, which run along AXIS; padding is left out."""
+    if PADDED:
+        x = tl.where(tl.expand_dims(inside, 1 - AXIS), x, float("-inf"))
+    x -= tl.expand_dims(tl.max(x, axis=AXIS), AXIS)
+    return x - tl.expand_dims(tl.log2(tl.sum(tl.exp2(x), axis=AXIS)), AXIS)
 
 
 @jit

@@ -15,6 +15,7 @@ from torch import Tensor
 from lln.ops.triton.library import (
     contiguous_mask,
     empty_rows,
+    floats,
     mask_stride,
     on_device,
     rows_contiguous,
@@ -27,10 +28,7 @@ from lln.ops.triton.summarize_kernels import (
     summarize_backward_kernel,
     summarize_kernel,
 )
-from lln.ops.triton.tiles import padded, split, tile, value_block
-
-# Up to this many parts every reader merges for itself; more are merged once by their own kernel.
-MERGE_IN_READER = 4
+from lln.ops.triton.tiles import MERGE_IN_READER, padded, split, tile, value_block
 
 
 class Merged(NamedTuple):
@@ -50,35 +48,41 @@ def empty_state(k: Tensor, v: Tensor) -> Merged:
     """Uninitialised memory for the state of k, v."""
     (b, heads, _, d), e = k.shape, v.shape[-1]
     shapes = (b, heads, d), (b, heads, d, e), (b, heads, 2, d)
-    return Merged(*(k.new_empty(shape, dtype=torch.float32) for shape in shapes))
+    return Merged(*(floats(k, *shape) for shape in shapes))
 
 
 def empty_lse(q: Tensor) -> Tensor:
     """Uninitialised logsumexp of every query: one number, or two for float32 (PRECISE)."""
     b, heads, queries, _ = q.shape
-    return q.new_empty((b, heads, 2 if _precise(q) else 1, queries), dtype=torch.float32)
+    return floats(q, b, heads, 2 if precise(q) else 1, queries)
 
 
-def _precise(q: Tensor) -> bool:
+def precise(q: Tensor) -> bool:
+    """Whether logsumexp is kept as two numbers."""
     return q.dtype == torch.float32
 
 
 def summarize_parts(
-    k: Tensor, v: Tensor, beta: Tensor, key_mask: Tensor | None, normalize_keys: bool
-) -> tuple[Tensor, int]:
-    """Partial states of every key head, and their number per head."""
+    k: Tensor, v: Tensor, beta: Tensor, key_mask: Tensor | None, normalize_keys: bool,
+    segments: tuple[int, int] | None = None,
+) -> tuple[Tensor, int]:  # fmt: skip
+    """Partial states of every key head, and their number per head.
+
+    ``segments`` = (count, span) fixes the parts: the first ``count`` segments of ``span`` keys.
+    """
     (b, heads, keys, d), e = k.shape, v.shape[-1]
     t = tile("summarize", d, e, k.dtype)
     block = value_block(d, e, k.dtype)
-    count, span = split(keys, b * heads, t, k.device)
-    parts = k.new_empty((b * heads, count, d * (e + 2)), dtype=torch.float32)
+    count, span = segments or split(keys, b * heads, t, k.device, merged=True)
+    keys = min(keys, count * span)
+    parts = floats(k, b * heads, count, d * (e + 2))
     with on_device(k):
         summarize_kernel[(count, b * heads, triton.cdiv(e, block))](
             k, v, beta, key_mask, parts,
             *strides(k), *strides(v), *beta.stride(), mask_stride(key_mask), heads, keys, span,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows,
-            FULL=keys % t.rows == 0, HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys,
-            num_warps=t.warps, num_stages=t.stages,
+            FULL=keys % t.rows == 0 and span % t.rows == 0, HAS_MASK=key_mask is not None,
+            NORMALIZE=normalize_keys, num_warps=t.warps, num_stages=t.stages,
         )  # fmt: skip
     return parts, count
 
@@ -110,7 +114,7 @@ def read(
             *strides(q), *strides(out), *alpha.stride(),
             heads, heads // kv_heads, queries, span, count,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=queries % t.rows == 0,
-            NATURAL=natural, PRECISE=_precise(q), SAVE=save,
+            NATURAL=natural, PRECISE=precise(q), SAVE=save,
             num_warps=t.warps, num_stages=t.stages,
         )  # fmt: skip
     return out, lse
@@ -118,25 +122,27 @@ def read(
 
 def read_backward(
     dout: Tensor, q: Tensor, alpha: Tensor, lse: Tensor, log_mass: Tensor, mean: Tensor,
-    *, need_alpha: bool, natural: bool = False,
+    *, need_alpha: bool = False, natural: bool = False, parts_only: bool = False,
+    mix: Tensor | None = None, share: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(dq, parts [B·Hkv, count, D·E + D] of (dM, g), dalpha or None)."""
+    """(dq, parts [B·Hkv, count, D·E + D] of (dM, g), dalpha or None); ``parts_only`` skips dq."""
     (b, heads, queries, d), (_, kv_heads, _, e) = q.shape, mean.shape
     dout = rows_contiguous(dout)
     t = tile("read_backward", d, e, q.dtype)
     block = value_block(d, e, q.dtype)
-    pieces, span = split(queries, b * heads, t, q.device)
-    dq = empty_rows(q, d)
+    pieces, span = split(queries, b * heads, t, q.device, merged=True)
+    dq = q.new_empty((0, 0, 0, 0)) if parts_only else empty_rows(q, d)
     group = heads // kv_heads
-    parts = q.new_empty((b * kv_heads, group * pieces, d * (e + 1)), dtype=torch.float32)
-    slopes = q.new_empty((b, heads, pieces), dtype=torch.float32) if need_alpha else None
+    parts = floats(q, b * kv_heads, group * pieces, d * (e + 1))
+    slopes = floats(q, b, heads, pieces) if need_alpha else None
     with on_device(q):
         read_backward_kernel[(pieces, b * heads, triton.cdiv(e, block))](
-            q, dout, lse, alpha, log_mass, mean, dq, parts, slopes,
-            *strides(q), *strides(dout), *strides(dq), *alpha.stride(),
-            heads, group, queries, span,
+            q, dout, lse, alpha, mix, log_mass, mean, None if parts_only else dq, parts, slopes,
+            *strides(q), *strides(dout), *strides(dq), lse.stride(1),
+            *alpha.stride(),
+            heads, group, queries, span, share,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=queries % t.rows == 0,
-            NATURAL=natural, PRECISE=_precise(q),
+            NATURAL=natural, PRECISE=precise(q),
             num_warps=t.warps, num_stages=t.stages,
         )  # fmt: skip
     return dq, parts, None if slopes is None else slopes.sum(-1)
@@ -154,6 +160,11 @@ def merge_gradients(parts: Tensor, d: int, e: int) -> Tensor:
     return total
 
 
+def few_parts(parts: Tensor, d: int, e: int, most: int = MERGE_IN_READER) -> Tensor:
+    """The gradient parts themselves if they are at most ``most`` per head, else their sum."""
+    return merge_gradients(parts, d, e) if parts.shape[1] > most else parts
+
+
 def summarize_backward(
     parts: Tensor, k: Tensor, v: Tensor, beta: Tensor, key_mask: Tensor | None,
     norm: Tensor, *, normalize_keys: bool, need_beta: bool,
@@ -161,12 +172,11 @@ def summarize_backward(
     """(dk, dv, dbeta or None) from the parts of (dM, g)."""
     (b, heads, keys, d), e = k.shape, v.shape[-1]
     block = value_block(d, e, k.dtype)
-    if parts.shape[1] > MERGE_IN_READER or (block < e and parts.shape[1] > 1):
-        parts = merge_gradients(parts, d, e)
+    parts = few_parts(parts, d, e, 1 if block < e else MERGE_IN_READER)
     t = tile("summarize_backward", d, e, k.dtype)
     pieces, span = split(keys, b * heads, t, k.device)
     dk, dv = empty_rows(k, d), empty_rows(v, e)
-    slopes = k.new_empty((b, heads, pieces), dtype=torch.float32) if need_beta else None
+    slopes = floats(k, b, heads, pieces) if need_beta else None
     with on_device(k):
         summarize_backward_kernel[(pieces, b * heads)](
             k, v, beta, key_mask, norm, parts, dk, dv, slopes,

@@ -46,6 +46,11 @@ def empty_rows(like: Tensor, width: int) -> Tensor:
     return like.new_empty((b, h, n, width))
 
 
+def floats(like: Tensor, *shape: int) -> Tensor:
+    """Uninitialised float32 on the device of ``like``."""
+    return like.new_empty(shape, dtype=torch.float32)
+
+
 def strides(x: Tensor) -> tuple[int, ...]:
     """Batch, head and row strides."""
     return x.stride()[:3]

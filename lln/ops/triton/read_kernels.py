@@ -19,8 +19,10 @@ import triton.language as tl
 from lln.ops.triton.features import (
     FLOOR,
     LOG2E,
+    as_float,
     dot,
     dot_add,
+    identity,
     jit,
     load_parts,
     load_tile,
@@ -44,6 +46,69 @@ def load_log_mass(LOG_MASS, head, features, D: tl.constexpr, NATURAL: tl.constex
     if NATURAL:
         log_mass *= LOG2E
     return log_mass
+
+
+@jit
+def take_state(
+    PARTS,
+    LOG_MASS,
+    MEAN,
+    NORM,
+    kv_head,
+    count,
+    first_reader,
+    features,
+    values,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    NATURAL: tl.constexpr,
+    SAVE: tl.constexpr,
+):
+    """log2 mass and mean of a key head: merged ones are loaded, ``count`` parts are merged.
+
+    With SAVE the first reader of a key head stores what it has merged.
+    """
+    if PARTS is None:
+        log_mass = load_log_mass(LOG_MASS, kv_head, features, D, NATURAL)
+        mean = load_mean(MEAN, kv_head, features, values, D, E)
+    else:
+        first = kv_head * count
+        peak, mass, total = load_parts(PARTS, first, count, features, values, D, E, BD, BE)
+        log_mass, mean = normalized(peak, mass, total)
+        if SAVE and first_reader:
+            inside = features < D
+            base = kv_head * D + features
+            block = inside[:, None] & (values < E)[None, :]
+            tl.store(MEAN + base[:, None] * E + values[None, :], mean, mask=block)
+            tl.store(LOG_MASS + base, log_mass, mask=inside)
+            tl.store(NORM + base + kv_head * D, peak, mask=inside)
+            tl.store(NORM + base + kv_head * D + D, mass, mask=inside)
+    return log_mass, mean
+
+
+@jit
+def store_lse(LSE, queries, start, end, rows, top, weight, PRECISE: tl.constexpr):
+    """Keep log2 of the sum: top + log2(weight), or both terms. A row that sees nothing keeps +inf,
+    which makes its weights exactly 0 in the backward pass."""
+    rest = tl.where(weight == 0.0, float("inf"), tl.log2(weight))
+    inside = rows < end - start
+    if PRECISE:
+        tl.store(LSE + start + rows, top, mask=inside)
+        tl.store(LSE + queries + start + rows, rest, mask=inside)
+    else:
+        tl.store(LSE + start + rows, top + rest, mask=inside)
+
+
+@jit
+def minus_lse(x, LSE, queries, start, end, rows, extra, PRECISE: tl.constexpr):
+    """x [rows, ·] minus what :func:`store_lse` kept and ``extra``; −inf beyond the end."""
+    inside = rows < end - start
+    x -= (tl.load(LSE + start + rows, mask=inside, other=float("inf")) + extra)[:, None]
+    if PRECISE:
+        x -= tl.load(LSE + queries + start + rows, mask=inside, other=0.0)[:, None]
+    return x
 
 
 @jit
@@ -92,42 +157,26 @@ def read_kernel(
     scale = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32) * LOG2E
     rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
     values = tl.program_id(2) * BE + tl.arange(0, BE)
-    if PARTS is None:
-        log_mass = load_log_mass(LOG_MASS, head // group, features, D, NATURAL)
-        mean = load_mean(MEAN, head // group, features, values, D, E)
-    else:
-        first = head // group * count
-        peak, mass, total = load_parts(PARTS, first, count, features, values, D, E, BD, BE)
-        log_mass, mean = normalized(peak, mass, total)
-        if SAVE and part == 0 and head % group == 0:
-            inside = features < D
-            base = head // group * D + features
-            block = inside[:, None] & (values < E)[None, :]
-            tl.store(MEAN + base[:, None] * E + values[None, :], mean, mask=block)
-            if tl.program_id(2) == 0:
-                tl.store(LOG_MASS + base, log_mass, mask=inside)
-                tl.store(NORM + base + head // group * D, peak, mask=inside)
-                tl.store(NORM + base + head // group * D + D, mass, mask=inside)
+    if SAVE:
+        LSE += head * queries * (2 if PRECISE else 1)
+    log_mass, mean = take_state(
+        PARTS, LOG_MASS, MEAN, NORM, head // group, count, part == 0 and head % group == 0,
+        features, values, D, E, BD, BE, NATURAL, SAVE,
+    )  # fmt: skip
     mean = mean.to(Q.dtype.element_ty)
+    eye = identity(BD, Q.dtype.element_ty)
 
     end = tl.minimum((part + 1) * span, queries)
     for start in range(part * span, end, ROWS):
         q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
-        x = q.to(tl.float32) * scale + log_mass[None, :]
+        x = as_float(q, eye) * scale + log_mass[None, :]
         top = tl.maximum(tl.max(x, axis=1), FLOOR)
         p = tl.exp2(x - top[:, None])
-        mass = tl.sum(p, axis=1)
-        out = dot(p.to(mean.dtype), mean) * (1.0 / tl.where(mass == 0.0, 1.0, mass))[:, None]
+        weight = tl.sum(p, axis=1)
+        out = dot(p.to(mean.dtype), mean) * (1.0 / tl.where(weight == 0.0, 1.0, weight))[:, None]
         store_tile(OUT, out_row, start, end, out, rows, values, E, BE, FULL)
         if SAVE and tl.program_id(2) == 0:
-            # a row that sees nothing stores +inf: its weights are then exactly 0
-            rest = tl.where(mass == 0.0, float("inf"), tl.log2(mass))
-            inside = rows < end - start
-            if PRECISE:
-                tl.store(LSE + (head * 2 + 1) * queries + start + rows, rest, mask=inside)
-                tl.store(LSE + head * 2 * queries + start + rows, top, mask=inside)
-            else:
-                tl.store(LSE + head * queries + start + rows, top + rest, mask=inside)
+            store_lse(LSE, queries, start, end, rows, top, weight, PRECISE)
 
 
 @jit
@@ -136,6 +185,7 @@ def read_backward_kernel(
     DOUT,
     LSE,
     ALPHA,
+    MIX,
     LOG_MASS,
     MEAN,
     DQ,
@@ -150,12 +200,14 @@ def read_backward_kernel(
     dq_batch,
     dq_head,
     dq_row,
+    lse_head,
     alpha_batch,
     alpha_head,
     heads,
     group,
     queries,
     span,
+    share,
     D: tl.constexpr,
     E: tl.constexpr,
     BD: tl.constexpr,
@@ -165,18 +217,24 @@ def read_backward_kernel(
     NATURAL: tl.constexpr,
     PRECISE: tl.constexpr,
 ):
-    """DQ of ``span`` queries and their part of (dM, g); DALPHA[head, part] if asked for."""
+    """DQ of ``span`` queries and their part of (dM, g); DALPHA[head, part] if asked for.
+
+    Without DQ only the parts: LLN+Diag writes dq elsewhere. The parts are weighed by ``share``, or
+    by MIX per head.
+    """
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
     Q += b * q_batch + h * q_head
     DOUT += b * dout_batch + h * dout_head
-    DQ += b * dq_batch + h * dq_head
-    LSE += head * queries * (2 if PRECISE else 1)
+    if DQ is not None:
+        DQ += b * dq_batch + h * dq_head
+    LSE += head * lse_head
     alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32)
     rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
     mine = tl.program_id(2) * BE + tl.arange(0, BE)  # the value block whose dM this program sums
     log_mass = load_log_mass(LOG_MASS, head // group, features, D, NATURAL)
     mean = load_mean(MEAN, head // group, features, mine, D, E).to(Q.dtype.element_ty)
+    eye = identity(BD, Q.dtype.element_ty)
 
     dmean = tl.zeros([BD, BE], tl.float32)
     weighted = tl.zeros([ROWS, BD], tl.float32)
@@ -185,36 +243,35 @@ def read_backward_kernel(
     for start in range(part * span, end, ROWS):
         q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
         dout = load_tile(DOUT, dout_row, start, end, rows, mine, E, BE, FULL)
-        lse = tl.load(LSE + start + rows, mask=rows < end - start, other=float("inf"))
-        x = q.to(tl.float32) * (alpha * LOG2E) + log_mass[None, :] - lse[:, None]
-        if PRECISE:
-            rest = tl.load(LSE + queries + start + rows, mask=rows < end - start, other=0.0)
-            x -= rest[:, None]
-        p = tl.exp2(x)
+        x = as_float(q, eye) * (alpha * LOG2E) + log_mass[None, :]
+        p = tl.exp2(minus_lse(x, LSE, queries, start, end, rows, 0.0, PRECISE))
         if E <= BE:
             g = dot(dout, tl.trans(mean))
         else:
             g = tl.zeros([ROWS, BD], tl.float32)
-            for block in tl.static_range(0, E, BE):
+            for block in range(0, E, BE):
                 values = block + tl.arange(0, BE)
                 other_mean = load_mean(MEAN, head // group, features, values, D, E)
                 other_dout = load_tile(DOUT, dout_row, start, end, rows, values, E, BE, FULL)
                 g = dot_add(other_dout, tl.trans(other_mean.to(mean.dtype)), g)
         delta = tl.sum(p * g, axis=1)
-        gradient = p * (g - delta[:, None])
         weighted += p * delta[:, None]
-        if DALPHA is not None:
-            slope += gradient * q.to(tl.float32)
-        if tl.program_id(2) == 0:
-            store_tile(DQ, dq_row, start, end, gradient * alpha, rows, features, D, BD, FULL)
+        if DQ is not None:
+            gradient = p * (g - delta[:, None])
+            if DALPHA is not None:
+                slope += gradient * as_float(q, eye)
+            if tl.program_id(2) == 0:
+                store_tile(DQ, dq_row, start, end, gradient * alpha, rows, features, D, BD, FULL)
         dmean = dot_add(tl.trans(p.to(dout.dtype)), dout, dmean)
 
+    if MIX is not None:
+        share = tl.load(MIX + h).to(tl.float32)
     index = head * tl.num_programs(0) + part
     base = PARTS + index * (D * E + D)
     inside = features < D
     block = inside[:, None] & (mine < E)[None, :]
-    tl.store(base + features[:, None] * E + mine[None, :], dmean, mask=block)
+    tl.store(base + features[:, None] * E + mine[None, :], dmean * share, mask=block)
     if tl.program_id(2) == 0:
-        tl.store(base + D * E + features, -tl.sum(weighted, axis=0), mask=inside)
+        tl.store(base + D * E + features, -share * tl.sum(weighted, axis=0), mask=inside)
         if DALPHA is not None:
             tl.store(DALPHA + index, tl.sum(slope))

@@ -72,17 +72,20 @@ def _moments(
     """Count, mean and squared deviation of rows begin … end of one head."""
     rows, columns = tl.arange(0, ROWS), tl.arange(0, BD)
     x, keep = _tile(X, x_row, MASK, mask_offset, begin, end, rows, columns, D, BD)
-    center = tl.sum(x) / tl.maximum(tl.sum(keep), 1.0)
-    count = tl.zeros([ROWS, BD], tl.float32)
+    center = tl.sum(x) / tl.maximum(tl.sum(keep.to(tl.float32)) * D, 1.0)
+    count = tl.zeros([ROWS], tl.float32)
     first = tl.zeros([ROWS, BD], tl.float32)
     second = tl.zeros([ROWS, BD], tl.float32)
     for start in range(begin, end, ROWS):
         x, keep = _tile(X, x_row, MASK, mask_offset, start, end, rows, columns, D, BD)
-        x = (x - center) * keep
-        count += keep
+        inside = keep[:, None]
+        if D % BD != 0:
+            inside = inside & (columns < D)[None, :]
+        x = tl.where(inside, x - center, 0.0)
+        count += keep.to(tl.float32)
         first += x
         second += x * x
-    n = tl.sum(count)
+    n = tl.sum(count) * D
     shift = tl.sum(first) / tl.maximum(n, 1.0)
     tl.store(PART, n)
     tl.store(PART + 1, center + shift)
@@ -102,13 +105,13 @@ def _tile(
     D: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """A tile in float32, zero where masked, and 1.0 / 0.0 for counted elements."""
+    """A tile in float32, zero where masked, and which of its rows count."""
     x = load_tile(X, x_row, start, end, rows, columns, D, BD, False).to(tl.float32)
     keep = rows < end - start
     if MASK is not None:
         keep = tl.load(MASK + mask_offset + start + rows, mask=keep, other=0) != 0
         x = tl.where(keep[:, None], x, 0.0)
-    return x, tl.where(keep[:, None] & (columns < D)[None, :], 1.0, 0.0)
+    return x, keep
 
 
 @jit

@@ -19,12 +19,15 @@ from lln.ops.triton.features import (
     FLOOR,
     LN2,
     LOG2E,
+    as_float,
+    as_float_transposed,
     dot,
     dot_add,
+    identity,
     jit,
-    key_exponents,
     load_parts,
     load_tile,
+    log_softmax,
     normalized,
     store_tile,
 )
@@ -67,25 +70,29 @@ def summarize_kernel(
     rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
     values = tl.program_id(2) * BE + tl.arange(0, BE)
 
+    eye = identity(BD, K.dtype.element_ty)
+
     peak = tl.full([BD], FLOOR, tl.float32)
-    mass = tl.zeros([ROWS, BD], tl.float32)  # summed over rows once, at the end
+    mass = tl.zeros([BD], tl.float32)
     total = tl.zeros([BD, BE], tl.float32)
     end = tl.minimum((part + 1) * span, keys)
     for start in range(part * span, end, ROWS):
         k = load_tile(K, k_row, start, end, rows, features, D, BD, FULL)
         v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
-        x = key_exponents(k, scale, features, D, BD, NORMALIZE)
+        x = as_float_transposed(k, eye) * scale  # [BD, ROWS]: features attend to keys
+        if NORMALIZE:
+            x = log_softmax(x, features < D, 0, D % BD != 0)
         if HAS_MASK or not FULL:
             keep = rows < end - start
             if HAS_MASK:
                 keep = tl.load(MASK + b * mask_batch + start + rows, mask=keep, other=0) != 0
                 v = tl.where(keep[:, None], v, 0.0)
-            x = tl.where(keep[:, None], x, float("-inf"))
-        top = tl.maximum(peak, tl.max(x, axis=0))
+            x = tl.where(keep[None, :], x, float("-inf"))
+        top = tl.maximum(peak, tl.max(x, axis=1))
         shrink = tl.exp2(peak - top)
-        p = tl.exp2(x - top[None, :])
-        mass = mass * shrink[None, :] + p
-        total = dot_add(tl.trans(p.to(v.dtype)), v, total * shrink[:, None])
+        p = tl.exp2(x - top[:, None])
+        mass = mass * shrink + tl.sum(p, axis=1)
+        total = dot_add(p.to(v.dtype), v, total * shrink[:, None])
         peak = top
 
     base = PARTS + (head.to(tl.int64) * tl.num_programs(0) + part) * (D * E + 2 * D)
@@ -97,7 +104,7 @@ def summarize_kernel(
     )
     if tl.program_id(2) == 0:
         tl.store(base + D * E + features, peak, mask=inside)
-        tl.store(base + D * E + D + features, tl.sum(mass, axis=0), mask=inside)
+        tl.store(base + D * E + D + features, mass, mask=inside)
 
 
 @jit
@@ -232,6 +239,7 @@ def summarize_backward_kernel(
     inside = features < D
     dtype: tl.constexpr = V.dtype.element_ty
 
+    eye = identity(BD, K.dtype.element_ty)
     NORM += head * 2 * D
     peak = tl.load(NORM + features, mask=inside, other=0.0)
     mass = tl.load(NORM + D + features, mask=inside, other=0.0)
@@ -245,7 +253,9 @@ def summarize_backward_kernel(
     end = tl.minimum((part + 1) * span, keys)
     for start in range(part * span, end, ROWS):
         k = load_tile(K, k_row, start, end, rows, features, D, BD, FULL)
-        x = key_exponents(k, beta * LOG2E, features, D, BD, NORMALIZE)
+        x = as_float(k, eye) * (beta * LOG2E)
+        if NORMALIZE:
+            x = log_softmax(x, inside, 1, D % BD != 0)
         if HAS_MASK or not FULL:
             keep = rows < end - start
             if HAS_MASK:
@@ -254,23 +264,28 @@ def summarize_backward_kernel(
         p = tl.exp2(x - peak[None, :])
         ph = p.to(dtype)
         gradient = tl.zeros([ROWS, BD], tl.float32) + g[None, :]
-        for block in tl.static_range(0, E, BE):
-            values = block + tl.arange(0, BE)
-            if E > BE:
-                # with several value blocks the gradient parts are already merged: count == 1
-                dmean, _ = load_gradients(PARTS, head, 1, features, values, D, E, BD, BE)
-                weight = (dmean * shrink[:, None]).to(dtype)
+        if E <= BE:
             v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
             if HAS_MASK:
                 v = tl.where(keep[:, None], v, 0.0)
-            dv = dot(ph, weight)
-            store_tile(DV, dv_row, start, end, dv, rows, values, E, BE, FULL)
+            store_tile(DV, dv_row, start, end, dot(ph, weight), rows, values, E, BE, FULL)
             gradient = dot_add(v, tl.trans(weight), gradient)
+        else:
+            for first in range(0, E, BE):
+                # with several value blocks the gradient parts are already merged: count == 1
+                block = first + values
+                dmean, _ = load_gradients(PARTS, head, 1, features, block, D, E, BD, BE)
+                weight = (dmean * shrink[:, None]).to(dtype)
+                v = load_tile(V, v_row, start, end, rows, block, E, BE, FULL)
+                if HAS_MASK:
+                    v = tl.where(keep[:, None], v, 0.0)
+                store_tile(DV, dv_row, start, end, dot(ph, weight), rows, block, E, BE, FULL)
+                gradient = dot_add(v, tl.trans(weight), gradient)
         gradient *= p
         if NORMALIZE:
             gradient -= tl.exp2(x) * tl.sum(gradient, axis=1)[:, None]
         if DBETA is not None:
-            clean = k.to(tl.float32)
+            clean = as_float(k, eye)
             if HAS_MASK:
                 clean = tl.where(keep[:, None], clean, 0.0)
             slope += gradient * clean

@@ -1,7 +1,7 @@
 """Block sizes of the kernels: one small measured table instead of a search at the first call.
 
 A tile is (rows, warps, stages, programs): tokens per step, warps per program, loads in flight, and
-the number of programs per multiprocessor that the split of the sequence aims at.
+the programs that run on one multiprocessor at a time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ class Tile(NamedTuple):
 
 # Half precision, by the larger of the padded widths; measured on an H200 (sm_90).
 HALF = {
-    "summarize": {16: Tile(128, 4, 3, 4), 64: Tile(64, 4, 3, 4), 128: Tile(64, 8, 3, 2)},
-    "read": {16: Tile(128, 4, 3, 4), 64: Tile(64, 4, 3, 4), 128: Tile(64, 8, 3, 2)},
-    "read_backward": {16: Tile(128, 4, 3, 4), 64: Tile(64, 4, 3, 4), 128: Tile(64, 8, 2, 2)},
-    "statistics": {16: Tile(256, 4, 2, 8), 64: Tile(64, 4, 2, 8), 256: Tile(32, 4, 2, 8)},
-    "summarize_backward": {16: Tile(128, 4, 3, 4), 64: Tile(64, 4, 3, 4), 128: Tile(64, 8, 2, 2)},
+    "summarize": {64: Tile(64, 4, 4, 3), 128: Tile(128, 8, 3, 1), 256: Tile(32, 8, 2, 1)},
+    "read": {64: Tile(64, 4, 4, 3), 128: Tile(128, 8, 3, 1), 256: Tile(64, 8, 2, 1)},
+    "read_backward": {64: Tile(64, 4, 4, 2), 128: Tile(64, 8, 2, 1), 256: Tile(32, 8, 1, 1)},
+    "summarize_backward": {64: Tile(64, 4, 3, 2), 128: Tile(64, 8, 3, 1), 256: Tile(32, 8, 1, 1)},
+    "diag": {64: Tile(64, 4, 3, 2), 128: Tile(64, 8, 2, 1)},
+    "diag_backward": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
+    "causal": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
+    "causal_dq": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
+    "causal_dkdv": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
+    "statistics": {64: Tile(32, 8, 1, 6), 256: Tile(16, 8, 1, 6)},
 }
 # float32 dots run on the ordinary cores with both operands in registers: small tiles.
-SINGLE = {16: Tile(64, 4, 2, 4), 64: Tile(32, 4, 2, 4), 128: Tile(16, 8, 1, 2)}
+SINGLE = {64: Tile(32, 4, 2, 4), 128: Tile(16, 8, 1, 2), 256: Tile(16, 8, 1, 1)}
 
 
 def padded(width: int) -> int:
@@ -63,8 +68,56 @@ def whole_tiles(tokens: int, parts: int, tile: Tile) -> int:
     return -(-tokens // (parts * tile.rows)) * tile.rows
 
 
-def split(tokens: int, heads: int, tile: Tile, device: torch.device) -> tuple[int, int]:
-    """(parts, tokens per part): enough parts of whole tiles to give every multiprocessor work."""
-    wanted = max(1, round(multiprocessors(device) * tile.programs / heads))
-    span = whole_tiles(tokens, min(wanted, -(-tokens // tile.rows)), tile)
+# In steps of one token: what a program costs before and after its loop, and what it costs to merge
+# more parts than MERGE_IN_READER by a kernel of their own.
+PROGRAM, MERGE = 256, 1024
+# Up to this many parts every reader merges for itself.
+MERGE_IN_READER = 4
+
+
+# Chunks of causal attention; the backward pass must cut the sequence as the forward pass did.
+CHUNK = 64
+
+
+def segments(tokens: int, heads: int, device: torch.device) -> tuple[int, int]:
+    """(segments, tokens per segment) of causal attention: about three rounds of two per processor.
+
+    Plain arithmetic, so that it can be traced with symbolic lengths: the shape of a saved tensor
+    follows from it.
+    """
+    wanted = max(1, 6 * multiprocessors(device) // heads)
+    most = (tokens + 4 * CHUNK - 1) // (4 * CHUNK)
+    count = min(wanted, most)
+    chunks = (tokens + CHUNK - 1) // CHUNK
+    span = (chunks + count - 1) // count * CHUNK
+    return (tokens + span - 1) // span, span
+
+
+@functools.cache
+def block_tile(kernel: str, block: int, d: int, e: int, dtype: torch.dtype) -> tuple[Tile, int]:
+    """(tile, padded rows) for blocks of ``block`` tokens: the tile's rows are whole blocks."""
+    t = tile(kernel, d, e, dtype)
+    rows = max(t.rows, padded(block))
+    if rows > 64:  # twice the rows: twice the warps, and no room to load ahead
+        t = t._replace(warps=8, stages=1, programs=1)
+    return t._replace(rows=rows // block * block), rows
+
+
+@functools.lru_cache(maxsize=4096)
+def split(
+    tokens: int, heads: int, tile: Tile, device: torch.device, *, merged: bool = False
+) -> tuple[int, int]:
+    """(parts, tokens per part) of whole tiles: the fewest steps until the last program ends.
+
+    ``slots`` programs run at a time, so the time is the number of rounds times the length of one.
+    """
+    slots = multiprocessors(device) * tile.programs
+    most = min(-(-tokens // tile.rows), max(1, 4 * slots // heads))
+
+    def steps(parts: int) -> int:
+        rounds = -(-heads * parts // slots)
+        merge = MERGE if merged and parts > MERGE_IN_READER else 0
+        return rounds * (whole_tiles(tokens, parts, tile) + PROGRAM) + merge
+
+    span = whole_tiles(tokens, min(range(1, most + 1), key=steps), tile)
     return -(-tokens // span), span

@@ -1,0 +1,419 @@
+# type: ignore
+"""Kernels of the block-diagonal softmax, alone or fused with the linear branch (LLN+Diag).
+
+    out_i = w Σ_l A_il M_l + (1 − w) Σ_j R_ij v_j,   R = softmax over the keys j of the block of i
+
+A tile holds whole blocks: one of 64 or 128 tokens, or several smaller ones, told apart by a mask.
+The fused kernels read q once for both branches; backward, one pass over q, k, v, dO writes dq, dk,
+dv of both, once the gradients of the state are known. With P = dO vᵀ and ε_i = Σ_j R_ij P_ij,
+
+    dS = scale (1 − w) R (P − ε),   dq += dS k,   dk += dSᵀ q,   dv += (1 − w) Rᵀ dO.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from lln.ops.triton.features import (
+    FLOOR,
+    LOG2E,
+    as_float,
+    dot,
+    dot_add,
+    identity,
+    jit,
+    load_tile,
+    log_softmax,
+    store_tile,
+)
+from lln.ops.triton.read_kernels import (
+    load_log_mass,
+    load_mean,
+    minus_lse,
+    store_lse,
+    take_state,
+)
+from lln.ops.triton.summarize_kernels import load_gradients
+
+
+@jit
+def visible_in_blocks(
+    MASK,
+    start,
+    end,
+    rows,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """Which key of the tile (columns) a query of the tile (rows) may see."""
+    columns = rows
+    keep = columns < tl.minimum(end - start, STEP)
+    if HAS_MASK:
+        keep = tl.load(MASK + start + columns, mask=keep, other=0) != 0
+    seen = (rows[:, None] >= 0) & keep[None, :]
+    if BLOCK < STEP:
+        seen = seen & (rows[:, None] // BLOCK == columns[None, :] // BLOCK)
+    if CAUSAL:
+        seen = seen & (rows[:, None] >= columns[None, :])
+    return seen
+
+
+@jit
+def load_share(MIX, h):
+    """Weight of the linear branch: the average, or one number per head."""
+    share = 0.5
+    if MIX is not None:
+        share = tl.load(MIX + h).to(tl.float32)
+    return share
+
+
+@jit
+def diag_kernel(
+    Q,
+    K,
+    V,
+    OUT,
+    LSE,
+    MASK,
+    ALPHA,
+    MIX,
+    PARTS,
+    LOG_MASS,
+    MEAN,
+    NORM,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    out_batch,
+    out_head,
+    out_row,
+    mask_batch,
+    alpha_batch,
+    alpha_head,
+    heads,
+    group,
+    tokens,
+    span,
+    count,
+    scale,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    LINEAR: tl.constexpr,
+    PRECISE: tl.constexpr,
+    SAVE: tl.constexpr,
+):
+    """OUT of ``span`` tokens of one head: both branches, or (not LINEAR) the block-diagonal one.
+
+    The state of the linear branch comes as in :func:`read_kernel`. SAVE keeps the logsumexp of each
+    branch: LSE[head] = linear rows, then block-diagonal rows.
+    """
+    part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h = head // heads, head % heads
+    Q += b * q_batch + h * q_head
+    K += b * k_batch + h // group * k_head
+    V += b * v_batch + h // group * v_head
+    OUT += b * out_batch + h * out_head
+    rows, features, values = tl.arange(0, ROWS), tl.arange(0, BD), tl.arange(0, BE)
+    dtype: tl.constexpr = Q.dtype.element_ty
+    kept: tl.constexpr = 2 if PRECISE else 1
+    local = 1.0
+    if HAS_MASK:
+        MASK += b * mask_batch
+    if SAVE:
+        LSE += head * tokens * kept * (2 if LINEAR else 1)
+    if LINEAR:
+        alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32) * LOG2E
+        share = load_share(MIX, h)
+        local = 1.0 - share
+        log_mass, mean = take_state(
+            PARTS, LOG_MASS, MEAN, NORM, head // group, count, part == 0 and head % group == 0,
+            features, values, D, E, BD, BE, False, SAVE,
+        )  # fmt: skip
+        mean = mean.to(dtype)
+        eye = identity(BD, dtype)
+
+    last = tl.minimum((part + 1) * span, tokens)
+    for start in range(part * span, last, STEP):
+        end = tl.minimum(start + STEP, last)
+        q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
+        k = load_tile(K, k_row, start, end, rows, features, D, BD, FULL)
+        v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
+        if HAS_MASK:
+            keep = tl.load(MASK + start + rows, mask=rows < end - start, other=0) != 0
+            k = tl.where(keep[:, None], k, 0.0)
+            v = tl.where(keep[:, None], v, 0.0)
+        s = dot(q, tl.trans(k)) * (scale * LOG2E)
+        if HAS_MASK or CAUSAL or not FULL or BLOCK < STEP:
+            seen = visible_in_blocks(MASK, start, end, rows, BLOCK, STEP, HAS_MASK, CAUSAL)
+            s = tl.where(seen, s, float("-inf"))
+        top = tl.maximum(tl.max(s, axis=1), FLOOR)
+        r = tl.exp2(s - top[:, None])
+        weight = tl.sum(r, axis=1)
+        r *= (local / tl.where(weight == 0.0, 1.0, weight))[:, None]
+        out = dot(r.to(dtype), v)
+        if SAVE:
+            lse = LSE + (kept * tokens if LINEAR else 0)
+            store_lse(lse, tokens, start, end, rows, top, weight, PRECISE)
+        if LINEAR:
+            x = as_float(q, eye) * alpha + log_mass[None, :]
+            top = tl.maximum(tl.max(x, axis=1), FLOOR)
+            p = tl.exp2(x - top[:, None])
+            weight = tl.sum(p, axis=1)
+            p *= (share / tl.where(weight == 0.0, 1.0, weight))[:, None]
+            out = dot_add(p.to(dtype), mean, out)
+            if SAVE:
+                store_lse(LSE, tokens, start, end, rows, top, weight, PRECISE)
+        store_tile(OUT, out_row, start, end, out, rows, values, E, BE, FULL)
+
+
+@jit
+def query_gradients(
+    Q,
+    DOUT,
+    DQ,
+    LSE,
+    q_row,
+    dout_row,
+    dq_row,
+    k,
+    v,
+    dk,
+    dv,
+    seen,
+    log_mass,
+    mean,
+    eye,
+    alpha,
+    share,
+    local,
+    scale,
+    start,
+    end,
+    tokens,
+    rows,
+    features,
+    values,
+    DALPHA,
+    DMIX,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    ROWS: tl.constexpr,
+    FULL: tl.constexpr,
+    MASKED: tl.constexpr,
+    LINEAR: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    PRECISE: tl.constexpr,
+):
+    """Store dq of a tile of one query head and its slopes; return dk, dv with its share added."""
+    kept: tl.constexpr = 2 if PRECISE else 1
+    q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
+    dout = load_tile(DOUT, dout_row, start, end, rows, values, E, BE, FULL)
+    dq = tl.zeros([ROWS, BD], tl.float32)
+    # the average weighs both branches by ½, which is exact as one less in the exponent of a row
+    extra: tl.constexpr = 1.0 if AVERAGE else 0.0
+    twice: tl.constexpr = 2.0 if AVERAGE else 1.0
+    if LINEAR:
+        x = as_float(q, eye) * (alpha * LOG2E) + log_mass[None, :]
+        p = tl.exp2(minus_lse(x, LSE, tokens, start, end, rows, extra, PRECISE))
+        g = dot(dout, tl.trans(mean))
+        delta = tl.sum(p * g, axis=1) * twice
+        gradient = p * (g - delta[:, None])
+        if not AVERAGE:
+            gradient *= share
+        dq = gradient * alpha
+        if DALPHA is not None:
+            tl.store(DALPHA, tl.sum(gradient * as_float(q, eye)))
+    lse = LSE + (kept * tokens if LINEAR else 0)
+    s = dot(q, tl.trans(k)) * (scale * LOG2E)
+    r = tl.exp2(minus_lse(s, lse, tokens, start, end, rows, extra, PRECISE))
+    if MASKED:
+        r = tl.where(seen, r, 0.0)
+    dr = dot(dout, tl.trans(v))
+    epsilon = tl.sum(r * dr, axis=1) * twice
+    ds = r * (dr - epsilon[:, None])
+    if not AVERAGE:
+        ds *= local
+        r *= local
+    dv = dot_add(tl.trans(r.to(dout.dtype)), dout, dv)
+    ds = (ds * scale).to(q.dtype)
+    dk = dot_add(tl.trans(ds), q, dk)
+    dq = dot_add(ds, k, dq)
+    if DMIX is not None:
+        tl.store(DMIX, tl.sum(delta - epsilon))
+    store_tile(DQ, dq_row, start, end, dq, rows, features, D, BD, FULL)
+    return dk, dv
+
+
+@jit
+def diag_backward_kernel(
+    Q,
+    K,
+    V,
+    DOUT,
+    LSE,
+    MASK,
+    ALPHA,
+    BETA,
+    MIX,
+    LOG_MASS,
+    MEAN,
+    NORM,
+    PARTS,
+    DQ,
+    DK,
+    DV,
+    DALPHA,
+    DBETA,
+    DMIX,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    dout_batch,
+    dout_head,
+    dout_row,
+    dq_batch,
+    dq_head,
+    dq_row,
+    dk_batch,
+    dk_head,
+    dk_row,
+    dv_batch,
+    dv_head,
+    dv_row,
+    mask_batch,
+    alpha_batch,
+    alpha_head,
+    beta_batch,
+    beta_head,
+    heads,
+    tokens,
+    span,
+    count,
+    tiles,
+    scale,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    FULL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    LINEAR: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    PRECISE: tl.constexpr,
+):
+    """DQ, DK, DV of ``span`` tokens of one key head and the GROUP query heads that share it.
+
+    PARTS are the gradients of the state, already weighted by MIX. The slopes DALPHA[query head,
+    tile], DBETA[key head, tile] and DMIX[query head, tile] are stored if asked for.
+    """
+    part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h = head // heads, head % heads
+    K += b * k_batch + h * k_head
+    V += b * v_batch + h * v_head
+    DK += b * dk_batch + h * dk_head
+    DV += b * dv_batch + h * dv_head
+    Q += b * q_batch + h * GROUP * q_head
+    DQ += b * dq_batch + h * GROUP * dq_head
+    DOUT += b * dout_batch + h * GROUP * dout_head
+    lse_head = tokens * ((2 if PRECISE else 1) * (2 if LINEAR else 1))
+    LSE += head * GROUP * lse_head
+    rows, features, values = tl.arange(0, ROWS), tl.arange(0, BD), tl.arange(0, BE)
+    dtype: tl.constexpr = K.dtype.element_ty
+    masked: tl.constexpr = HAS_MASK or CAUSAL or not FULL or BLOCK < STEP
+    inside = features < D
+    if HAS_MASK:
+        MASK += b * mask_batch
+    eye = identity(BD, dtype)
+    log_mass, mean = 0.0, 0.0
+    if LINEAR:
+        beta = tl.load(BETA + b * beta_batch + h * beta_head).to(tl.float32)
+        log_mass = load_log_mass(LOG_MASS, head, features, D, False)
+        mean = load_mean(MEAN, head, features, values, D, E).to(dtype)
+        peak = tl.load(NORM + head * 2 * D + features, mask=inside, other=0.0)
+        mass = tl.load(NORM + head * 2 * D + D + features, mask=inside, other=0.0)
+        shrink = tl.where(mass == 0.0, 0.0, 1.0 / tl.where(mass == 0.0, 1.0, mass))
+        dmean, g = load_gradients(PARTS, head * count, count, features, values, D, E, BD, BE)
+        g *= shrink
+        weight = (dmean * shrink[:, None]).to(dtype)
+
+    last = tl.minimum((part + 1) * span, tokens)
+    for start in range(part * span, last, STEP):
+        end = tl.minimum(start + STEP, last)
+        k = load_tile(K, k_row, start, end, rows, features, D, BD, FULL)
+        v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
+        keep = rows < end - start
+        if HAS_MASK:
+            keep = tl.load(MASK + start + rows, mask=keep, other=0) != 0
+            k = tl.where(keep[:, None], k, 0.0)
+            v = tl.where(keep[:, None], v, 0.0)
+        seen = keep
+        if masked:
+            seen = visible_in_blocks(MASK, start, end, rows, BLOCK, STEP, HAS_MASK, CAUSAL)
+        dk = tl.zeros([ROWS, BD], tl.float32)
+        dv = tl.zeros([ROWS, BE], tl.float32)
+        for member in range(GROUP):
+            query_head = head * GROUP + member
+            alpha, share, local = 0.0, 0.0, 1.0
+            if LINEAR:
+                share = load_share(MIX, h * GROUP + member)
+                local = 1.0 - share
+                index = b * alpha_batch + (h * GROUP + member) * alpha_head
+                alpha = tl.load(ALPHA + index).to(tl.float32)
+            slope_alpha, slope_mix = DALPHA, DMIX
+            if DALPHA is not None:
+                slope_alpha += query_head * tiles + start // STEP
+            if DMIX is not None:
+                slope_mix += query_head * tiles + start // STEP
+            dk, dv = query_gradients(
+                Q + member * q_head, DOUT + member * dout_head, DQ + member * dq_head,
+                LSE + member * lse_head, q_row, dout_row, dq_row, k, v, dk, dv, seen,
+                log_mass, mean, eye, alpha, share, local, scale, start, end, tokens,
+                rows, features, values, slope_alpha, slope_mix,
+                D, E, BD, BE, ROWS, FULL, masked, LINEAR, MIX is None and LINEAR, PRECISE,
+            )  # fmt: skip
+        if LINEAR:
+            x = as_float(k, eye) * (beta * LOG2E)
+            if NORMALIZE:
+                x = log_softmax(x, inside, 1, D % BD != 0)
+            p = tl.exp2(x - peak[None, :])
+            if HAS_MASK or not FULL:
+                p = tl.where(keep[:, None], p, 0.0)
+            dv = dot_add(p.to(dtype), weight, dv)
+            gradient = p * (dot(v, tl.trans(weight)) + g[None, :])
+            if NORMALIZE:
+                gradient -= tl.exp2(x) * tl.sum(gradient, axis=1)[:, None]
+            if DBETA is not None:
+                slope = tl.sum(gradient * as_float(k, eye))
+                tl.store(DBETA + head * tiles + start // STEP, slope)
+            dk += gradient * beta
+        store_tile(DK, dk_row, start, end, dk, rows, features, D, BD, FULL)
+        store_tile(DV, dv_row, start, end, dv, rows, values, E, BE, FULL)

@@ -1,0 +1,112 @@
+"""Causal kernels: segments, chunks, the careful path, states in, all gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lln.ops import reference
+from lln.ops import triton as kernels
+from lln.ops.state import State
+from tests.helpers import ADVERSARIAL, LENGTHS, adversarial, run_with_grads
+from tests.ops.triton.compare import compare, inputs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_lengths(length, dtype, device):
+    tensors = inputs(1, 2, length, width=16, device=device)
+    compare(kernels.causal, reference.causal, tensors, dtype, floor=0.1)
+
+
+@pytest.mark.parametrize("normalize_keys", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_groups_masks_and_unequal_widths(dtype, normalize_keys, device):
+    tensors = inputs(2, 4, 150, None, 48, 16, key_heads=2, device=device)
+    mask = torch.rand(2, 150, device=device) > 0.3
+    mask[0, :70] = False  # rows that see nothing, over more than a chunk
+    compare(
+        kernels.causal, reference.causal, tensors, dtype,
+        floor=0.1, key_mask=mask, normalize_keys=normalize_keys,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADVERSARIAL)
+def test_no_input_underflows(name, device):
+    q, k, v = (x.to(device) for x in adversarial(name, 140, 16))
+    two = torch.full((1, 2), 2.0, dtype=torch.float64, device=device)
+    tensors = {"q": q, "k": k, "v": v, "alpha": two, "beta": two}
+    compare(kernels.causal, reference.causal, tensors, torch.float32, floor=1.0)
+
+
+def test_careful_path_with_masks_and_normalized_keys(device):
+    tensors = inputs(1, 2, 90, width=16, key_heads=1, device=device)
+    tensors["k"][:, :, 30] += 90
+    mask = torch.rand(1, 90, device=device) > 0.3
+    for normalize_keys in (False, True):
+        compare(
+            kernels.causal, reference.causal, tensors, torch.float32,
+            floor=1.0, key_mask=mask, normalize_keys=normalize_keys,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("queries, keys", [(30, 100), (100, 30), (1, 70), (5, 0), (0, 5)])
+def test_cross_attention_is_aligned_bottom_right(queries, keys, device):
+    tensors = inputs(1, 2, queries, keys, 16, device=device)
+    compare(kernels.causal, reference.causal, tensors, torch.float32, floor=0.1)
+
+
+@pytest.mark.parametrize("cut", [1, 64, 100])
+def test_a_state_stands_for_earlier_keys(cut, device):
+    """Gradients included: cutting the keys in two changes nothing."""
+    tensors = {n: x.float() for n, x in inputs(2, 4, 150, key_heads=2, device=device).items()}
+    d_out = torch.randn_like(tensors["q"])
+
+    def resumed(q, k, v, alpha, beta):
+        first = State(*kernels.summarize(k[:, :, :cut], v[:, :, :cut], beta=beta))
+        options = {"alpha": alpha, "beta": beta}
+        start = kernels.causal(q[:, :, :cut], k[:, :, :cut], v[:, :, :cut], **options)
+        rest = kernels.causal(q[:, :, cut:], k[:, :, cut:], v[:, :, cut:], state=first, **options)
+        return torch.cat([start, rest], dim=2)
+
+    whole = run_with_grads(kernels.causal, tensors, d_out)
+    parts = run_with_grads(resumed, tensors, d_out)
+    for name in whole:
+        torch.testing.assert_close(parts[name], whole[name], rtol=2e-4, atol=2e-5, msg=name)
+
+
+def test_the_future_changes_nothing(device):
+    tensors = {n: x.half() for n, x in inputs(1, 2, 150, device=device).items()}
+    out = kernels.causal(**tensors)
+    changed = {n: x.clone() for n, x in tensors.items()}
+    for name in ("q", "k", "v"):
+        changed[name][:, :, 100:] *= 7
+    assert torch.equal(kernels.causal(**changed)[:, :, :64], out[:, :, :64])
+    torch.testing.assert_close(kernels.causal(**changed)[:, :, :100], out[:, :, :100])
+
+
+def test_causal_lln_diag(device):
+    tensors = inputs(1, 2, 100, width=16, device=device)
+    options = {"block": 32, "scale": 0.25, "is_causal": True}
+    for dtype in (torch.float32, torch.float16):
+        compare(kernels.lln_diag, reference.lln_diag, tensors, dtype, floor=0.1, **options)
+
+
+def test_masked_content_never_matters(device):
+    tensors = inputs(2, 2, 100, width=16, device=device)
+    mask = torch.rand(2, 100, device=device) > 0.5
+    mask[1] = False
+    given = {n: x.float() for n, x in tensors.items()}
+    hidden = ~mask[:, None, :, None]
+    poisoned = {
+        n: x.masked_fill(hidden, torch.nan) if n in ("k", "v") else x for n, x in given.items()
+    }
+    results = []
+    for case in (given, poisoned):
+        leaves = {n: x.clone().requires_grad_() for n, x in case.items()}
+        out = kernels.causal(**leaves, key_mask=mask)
+        results.append((out, *torch.autograd.grad(out.square().sum(), list(leaves.values()))))
+    for clean, other in zip(*results, strict=True):
+        assert torch.equal(clean, other)
+        assert clean.isfinite().all()
+    assert (results[0][0][1] == 0).all()
