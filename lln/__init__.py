@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from lln import hf as hf
     from lln import instruments, moments, nn
     from lln.functional import attention, attention_varlen, prefill
     from lln.moments import match_moments
@@ -31,7 +32,7 @@ _PUBLIC = {
     "list_mechanisms": "lln.zoo",
     "describe": "lln.zoo",
 }
-_MODULES = ("instruments", "moments", "nn")
+_MODULES = ("hf", "instruments", "moments", "nn")
 
 __all__ = [
     "State",
@@ -63,4 +64,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return sorted({*__all__, *_MODULES, "__version__"})

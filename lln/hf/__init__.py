@@ -1,0 +1,12 @@
+"""LLN and the zoo in Hugging Face models: register, replace, calibrate, generate, save, load."""
+
+try:
+    import transformers  # noqa: F401
+except ImportError as error:  # pragma: no cover
+    raise ImportError(
+        "lln.hf needs transformers; install it with: pip install 'lln-attention[hf]'"
+    ) from error
+
+from lln.hf.register import register
+
+__all__ = ["register"]

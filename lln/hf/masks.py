@@ -1,0 +1,104 @@
+"""Masks between Hugging Face models and linear attention: never a matrix, never silently dropped.
+
+A model asks for its mask once, before its layers run, by the function registered here. What comes
+back is a tensor that every layer of the model can read, and that still says whether it was causal:
+
+    bool [B, M]             bidirectional, True = may be attended
+    uint8 [B, M]            causal, 1 = may be attended; [B, 0] if nothing is padded
+    bool [B, 1, N, M]       a mask per query-key pair, refused by a linear layer when it is called
+
+Refusing only there lets models build masks that none of their layers uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    bidirectional_mask_function,
+    causal_mask_function,
+)
+
+
+def linear_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Tensor | None:
+    """The mask of linear attention from what a model knows; called by transformers."""
+    is_causal = mask_function is causal_mask_function
+    if not is_causal and mask_function is not bidirectional_mask_function:
+        return _pairs(batch_size, q_length, kv_length, device)
+    # A static cache has room behind the last token: its queries are not the last positions.
+    if is_causal and (isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length):
+        return _pairs(batch_size, q_length, kv_length, device)
+    mask = _padding(attention_mask, kv_length, kv_offset)
+    if is_causal:
+        empty = torch.empty(batch_size, 0, dtype=torch.uint8, device=device)
+        return empty if mask is None else mask.to(torch.uint8)
+    return mask
+
+
+def mixed_mask(**arguments: Any) -> Tensor | None:
+    """As :func:`linear_mask`, for models that keep softmax layers: pairwise masks are built."""
+    mask = linear_mask(**arguments)
+    if mask is None or mask.dim() != 4:
+        return mask
+    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**{**arguments, **skips})
+
+
+def _pairs(batch: int, queries: int, keys: int, device: torch.device | str) -> Tensor:
+    """Stands for a mask per query-key pair without holding one: a single element, expanded."""
+    return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device).expand(batch, 1, queries, keys)
+
+
+def _padding(mask: Tensor | None, keys: int, offset: int) -> Tensor | None:
+    """The bool mask of the keys; None if all of them are real (known outside of tracing only)."""
+    if mask is None:
+        return None
+    mask = mask[:, offset : offset + keys].to(torch.bool)
+    if mask.shape[1] < keys:  # as transformers reads it: what the mask leaves out is padding
+        mask = F.pad(mask, (0, keys - mask.shape[1]))
+    return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What a layer was told: the keys that are real, and whether it is causal (None: unsaid)."""
+
+    key_mask: Tensor | None
+    is_causal: bool | None
+
+
+def read_mask(mask: Tensor | None, keys: int) -> Visible:
+    """Decode what :func:`linear_mask` returned, or a 2-D mask that a model handed on itself."""
+    if mask is None:
+        return Visible(None, None)
+    is_causal = mask.dtype == torch.uint8 or None
+    if mask.shape[1] == 0 and keys > 0:
+        return Visible(None, is_causal)
+    return Visible(mask.to(torch.bool), is_causal if is_causal else False)
+
+
+def starts_late(key_mask: Tensor) -> bool:
+    """Whether a sample is padded on the left; looked up once per mask, as a GPU has to wait."""
+    if torch.compiler.is_compiling():
+        return True
+    known = getattr(key_mask, "_lln_starts_late", None)
+    if known is None:
+        known = not bool(key_mask[:, 0].all())
+        key_mask._lln_starts_late = known  # pyright: ignore[reportAttributeAccessIssue]
+    return known

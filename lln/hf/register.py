@@ -1,0 +1,268 @@
+"""Make LLN and the cores of the zoo known to transformers as attention implementations."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lln import zoo
+from lln.hf import core as cores
+from lln.hf.core import LLNCore
+from lln.hf.masks import Visible, linear_mask, mixed_mask, read_mask
+
+MIXED = "lln_mixed"  # models in which some layers keep softmax attention
+# Arguments of an attention call that change the scores in a way linear attention has no place for.
+REFUSED = {
+    "sliding_window": "a sliding window",
+    "softcap": "a cap on the scores",
+    "s_aux": "attention sinks",
+    "position_bias": "a bias per query-key pair",
+}
+
+
+def register() -> list[str]:
+    """Make every mechanism with a core an ``attn_implementation`` of any model; returns the names.
+
+    The mask function is registered with it: without one transformers drops the mask silently, and
+    padding leaks. Calling this again changes nothing. A name that transformers itself uses for
+    something else gets the prefix ``"lln_"``.
+
+    Encoders run at once. Causal models need calibrated constants, and mechanisms with weights of
+    their own need a place for them: both come with :func:`lln.hf.replace`. Options of the plain way
+    are read from ``model.config.lln_options``, a dictionary.
+
+    Example:
+        >>> lln.hf.register()
+        >>> model = AutoModel.from_pretrained("roberta-base", attn_implementation="lln_diag")
+    """
+    names = []
+    for attention in zoo.MECHANISMS:
+        name = implementation_name(attention)
+        AttentionInterface.register(name, partial(attention_forward, attention))
+        AttentionMaskInterface.register(name, linear_mask)
+        if cores.is_core(zoo.describe(attention)):
+            names.append(name)
+    AttentionInterface.register(MIXED, partial(attention_forward, MIXED))
+    AttentionMaskInterface.register(MIXED, mixed_mask)
+    return names
+
+
+def implementation_name(attention: str) -> str:
+    """What a mechanism is called in transformers."""
+    known = ALL_ATTENTION_FUNCTIONS.get(attention)
+    ours = known is None or getattr(known, "func", None) is attention_forward
+    return attention if ours else f"lln_{attention}"
+
+
+def attention_forward(
+    attention: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """One layer's attention, called by transformers: q, k, v ``[B, H, N, D] -> [B, N, H, E]``."""
+    core = core_of(module, attention)
+    if core is None:
+        return _softmax(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, others
+        )
+    layer_name = _name(module, core)
+    if attention_mask is not None and attention_mask.dim() != 2:
+        shape = list(attention_mask.shape)
+        raise ValueError(
+            f"{layer_name} got a mask per query-key pair, attention_mask {shape}, which no "
+            "linear attention can apply: a 4-D mask, packed sequences (position_ids "
+            "that start again), a sliding or chunked window, a prefix, or a static cache. Pass a "
+            "2-D padding mask, pad instead of packing, use the default cache, or keep softmax "
+            "there with lln.hf.replace(..., layers=...)"
+        )
+    for argument, meaning in REFUSED.items():
+        if others.get(argument) is not None:
+            raise ValueError(
+                f"{layer_name} asks for {meaning}, {argument}={_short(others[argument])}, which "
+                "linear attention cannot serve; switch it off in the config, or keep softmax in "
+                "this layer with lln.hf.replace(..., layers=...)"
+            )
+    if scaling is not None and scaling != query.shape[-1] ** -0.5:
+        # Moment matching and the diagonal branch assume scores of q·k/√d.
+        query = query * (scaling * query.shape[-1] ** 0.5)
+    seen = read_mask(attention_mask, key.shape[2])
+    causal = _is_causal(module, seen, is_causal)
+    if isinstance(core, LLNCore):
+        out = _lln(module, core, query, key, value, seen.key_mask, causal, dropout)
+    else:
+        mask = seen.key_mask
+        out = cores.attend(
+            core,
+            query,
+            key,
+            value,
+            key_mask=mask,
+            is_causal=causal,
+            is_cross=cores.is_cross(module),
+        )
+    return out.transpose(1, 2), None
+
+
+def _lln(
+    module: nn.Module,
+    core: LLNCore,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    is_causal: bool,
+    dropout: float,
+) -> Tensor:
+    """LLN in its four situations: being calibrated, decoding from a state, plain, cross."""
+    if is_causal and core.kind == "sample":
+        raise ValueError(
+            f"{core.place.name} is causal and statistics='sample' would let the future leak into "
+            "the past; call lln.hf.replace(model, ...) and lln.hf.calibrate(model, batches)"
+        )
+    state, core.waiting = core.waiting, None
+    if core.pool is not None:
+        query_mask = None if key_mask is None else key_mask[:, -q.shape[2] :]
+        if core.pool.measure(core, q, k, key_mask, query_mask):
+            options = {"key_mask": key_mask, "is_causal": is_causal}
+            return softmax_attention(q, k, v, **options, scale=q.shape[-1] ** -0.5)
+    else:
+        core.check_calibrated()
+    if state is not None:
+        return state.attend(q, k, v, key_mask)
+    return cores.attend(
+        core,
+        q,
+        k,
+        v,
+        key_mask=key_mask,
+        is_causal=is_causal,
+        is_cross=cores.is_cross(module),
+        dropout=dropout,
+    )
+
+
+_unattached: WeakKeyDictionary[nn.Module, tuple[tuple, nn.Module]] = WeakKeyDictionary()
+
+
+def core_of(module: nn.Module, attention: str) -> nn.Module | None:
+    """The core of a layer: attached by ``replace``, or made here if it has nothing to remember.
+
+    None means softmax: a layer that :func:`lln.hf.replace` left alone.
+    """
+    attached = module._modules.get("lln")
+    if attached is not None or attention == MIXED:
+        return attached
+    entry, config = zoo.describe(attention), module.config
+    if getattr(config, "lln", None) is not None:
+        raise ValueError(
+            f"{type(module).__name__} has the config of a model that was changed by "
+            "lln.hf.replace but no attention core; load it with lln.hf.load(folder), or construct "
+            "it with a config of its own and call lln.hf.replace on it"
+        )
+    if not cores.is_core(entry):
+        raise ValueError(
+            f"attn_implementation={attention!r} makes its own queries and keys; call "
+            f"lln.hf.replace(model, {attention!r}), which exchanges whole attention modules"
+        )
+    options = dict(getattr(config, "lln_options", None) or {})
+    wanted = (attention, repr(sorted(options.items())), str(next(module.parameters()).device))
+    found = _unattached.get(module)
+    if found is None or found[0] != wanted:
+        found = _unattached[module] = (wanted, _make_unattached(module, attention, options))
+    return found[1].train(module.training)
+
+
+def _make_unattached(module: nn.Module, attention: str, options: dict[str, Any]) -> nn.Module:
+    index = getattr(module, "layer_idx", None) or 0
+    config: Any = module.config
+    place = cores.place_of(
+        module,
+        f"layer {index} ({type(module).__name__})",
+        layer_index=index,
+        num_layers=max(getattr(config, "num_hidden_layers", 1), index + 1),
+    )
+    core = cores.build(attention, place, **options)
+    if next(core.parameters(), None) is not None:
+        raise ValueError(
+            f"attn_implementation={attention!r} with options {options} has weights of its own, "
+            f"which would neither be trained nor saved; call lln.hf.replace(model, {attention!r})"
+        )
+    return core.to(next(module.parameters()).device)
+
+
+def _is_causal(module: nn.Module, seen: Visible, told: bool | None) -> bool:
+    """The mask knows best; without one the caller, then the module."""
+    if seen.is_causal is not None:
+        return seen.is_causal
+    return bool(getattr(module, "is_causal", False) if told is None else told)
+
+
+def _softmax(
+    module, query, key, value, attention_mask, dropout, scaling, is_causal, others
+) -> tuple[Tensor, None]:
+    """A layer that keeps softmax attention, by transformers' own function where it can."""
+    mask = attention_mask
+    if mask is None or mask.dim() == 2:
+        seen = read_mask(mask, key.shape[2])
+        is_causal = _is_causal(module, seen, is_causal)
+        mask = pair_mask(query, key, seen.key_mask, is_causal=is_causal)
+    out, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
+        module,
+        query,
+        key,
+        value,
+        mask,
+        dropout=dropout,
+        scaling=scaling,
+        is_causal=bool(is_causal),
+        **others,
+    )
+    return out, None
+
+
+def softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
+    """The attention that LLN stands in for."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    mask = pair_mask(q, k, key_mask, is_causal=is_causal)
+    top_left = is_causal and mask is None
+    return nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=top_left and q.shape[2] > 1, scale=scale
+    )
+
+
+def pair_mask(q: Tensor, k: Tensor, key_mask: Tensor | None, *, is_causal: bool) -> Tensor | None:
+    """bool ``[B or 1, 1, N, M]``, or None where torch's ``is_causal`` says it all.
+
+    A query that sees nothing sees everything instead: it is padding, and must only stay finite.
+    """
+    queries, keys = q.shape[2], k.shape[2]
+    seen = None if key_mask is None else key_mask[:, None, None, :].expand(-1, 1, queries, -1)
+    if is_causal and queries > 1 and (seen is not None or queries != keys):
+        triangle = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
+        triangle = triangle.tril(keys - queries)[None, None]
+        seen = triangle if seen is None else seen & triangle
+    return None if seen is None else seen | ~seen.any(-1, keepdim=True)
+
+
+def _name(module: nn.Module, core: nn.Module) -> str:
+    return core.place.name if isinstance(core, LLNCore) else type(module).__name__
+
+
+def _short(value: object) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
