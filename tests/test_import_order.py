@@ -78,6 +78,7 @@ EXTRAS_AT_THE_TOP = {
     "bench/cpu.py": {"rich"},
     "bench/gpu.py": {"rich"},
     "bench/zoo.py": {"rich"},
+    "bench/zoo.py": {"rich"},
     "demo/run.py": {"rich"},
     "figures/run.py": {"rich"},
     "verify/run.py": {"rich"},

@@ -15,8 +15,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 from lln.bench.cases import Case, call, inputs
 
@@ -26,13 +27,27 @@ RESET_PEAK = Path("/proc/self/clear_refs")
 STATUS = Path("/proc/self/status")
 
 
-def peaks(cases: Sequence[Case]) -> Generator[float | None, None, None]:
-    """Yield the peak of each CPU case in MB (2**20 bytes), measured in one child process."""
+class Named(Protocol):
+    """A dataclass that says what it measures."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def name(self) -> str: ...
+
+
+def peaks(
+    cases: Sequence[Named], *, server: str = "lln.bench.memory"
+) -> Generator[float | None, None, None]:
+    """Yield the peak of each CPU case in MB (2**20 bytes), measured in one child process.
+
+    ``server`` is the module that runs :func:`serve` for this kind of case.
+    """
     if not RESET_PEAK.exists():
         yield from (None for _ in cases)
         return
     child = subprocess.Popen(
-        [sys.executable, "-m", "lln.bench.memory"],
+        [sys.executable, "-m", server],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -61,10 +76,8 @@ def _resident(field: str) -> int:
     raise KeyError(field)
 
 
-def _measure(case: Case) -> float:
-    small = dataclasses.replace(case, N=64)
-    call(small, inputs(small))()  # loads code and starts threads, which would count otherwise
-    run = call(case, inputs(case))
+def resident_peak(run: Callable[[], object]) -> float:
+    """MB by which resident memory grows at the peak of a call."""
     gc.collect()
     RESET_PEAK.write_text("5")
     before = _resident("VmRSS")
@@ -72,10 +85,18 @@ def _measure(case: Case) -> float:
     return (_resident("VmHWM") - before) / MB
 
 
-def _serve() -> None:
+def serve(measure: Callable[[dict[str, Any]], float]) -> None:
+    """Answer each case on standard input, a line of JSON, by its peak."""
     for line in sys.stdin:
-        print(json.dumps(_measure(Case(**json.loads(line)))), flush=True)
+        print(json.dumps(measure(json.loads(line))), flush=True)
+
+
+def _measure(fields: dict[str, Any]) -> float:
+    case = Case(**fields)
+    small = dataclasses.replace(case, N=64)
+    call(small, inputs(small))()  # loads code and starts threads, which would count otherwise
+    return resident_peak(call(case, inputs(case)))
 
 
 if __name__ == "__main__":
-    _serve()
+    serve(_measure)
