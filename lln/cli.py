@@ -61,6 +61,70 @@ def demo(
     run(out, quick=quick, results=results)
 
 
+@app.command("list")
+def list_mechanisms(
+    name: Annotated[str | None, typer.Argument(help="Show all that is known of this one.")] = None,
+) -> None:
+    """The mechanisms of the zoo: paper, cost, forms, what they add, defaults and their source."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from lln import zoo
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200  # a file or a pipe has no edge to wrap at
+    if name is not None:
+        try:
+            entry = zoo.describe(name)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        console.print(_record(entry, Table(show_header=False, box=None)))
+        return
+    table = Table(show_lines=True)
+    table.add_column("mechanism", no_wrap=True)
+    for column in ("paper", "time", "memory", "forms", "learns in addition", "defaults", "source"):
+        table.add_column(column)
+    for entry in map(zoo.describe, zoo.list_mechanisms()):
+        adds = entry.parameters + ("; replaces the FFN" if entry.replaces_ffn else "")
+        costs = (entry.time, entry.memory)
+        defaults = _options_text(entry)
+        table.add_row(entry.name, entry.paper, *costs, _forms(entry), adds, defaults, entry.source)
+    console.print(table)
+
+
+def _forms(entry) -> str:
+    offered = {"bidirectional": entry.bidirectional, "causal": entry.causal, "cross": entry.cross}
+    return ", ".join(form for form, there in offered.items() if there)
+
+
+def _options_text(entry) -> str:
+    return ", ".join(f"{option}={value!r}" for option, value in entry.defaults.items()) or "none"
+
+
+def _record(entry, table):
+    """Every field of a record, a line each."""
+    fields = {
+        "mechanism": entry.name,
+        "paper": entry.paper,
+        "time": entry.time,
+        "memory": entry.memory,
+        "forms": _forms(entry),
+        "masks": entry.masks,
+        "core on q, k, v": "yes" if entry.core else "no",
+        "attention matrix": entry.matrix,
+        "learns in addition": entry.parameters,
+        "replaces the FFN": "yes" if entry.replaces_ffn else "no",
+        "defaults": _options_text(entry),
+        "source": entry.source,
+        "note": entry.note,
+    }
+    for field, value in fields.items():
+        if value:
+            table.add_row(field, value)
+    return table
+
+
 @bench_app.callback()
 def bench(
     context: typer.Context,
@@ -134,6 +198,26 @@ def verify() -> None:
 
     if not run():
         raise typer.Exit(1)
+
+
+@bench_app.command("zoo")
+def bench_zoo(
+    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help="Short lengths only.")] = False,
+    mechanism: Annotated[
+        list[str] | None, typer.Option(help="Only this one; may be repeated.")
+    ] = None,
+    min_seconds: Annotated[float, typer.Option(help="Least time per case on a CPU.")] = 0.3,
+) -> None:
+    """Measure every mechanism of the zoo against N.
+
+    Forward and forward + backward time and peak memory of a layer, and the fitted exponents of
+    their growth; softmax with its matrix and by SDPA. Writes rows as JSON and CSV and a plot.
+    """
+    from lln.bench.zoo import run
+
+    run(out, device=device, quick=quick, names=mechanism, min_seconds=min_seconds)
 
 
 def main() -> None:

@@ -38,6 +38,28 @@ def test_version():
     assert run("--version").stdout == f"lln {lln.__version__}\n"
 
 
+def in_process(*arguments: str):
+    """Without a second import of torch; enough where no module must stay unloaded."""
+    from typer.testing import CliRunner
+
+    from lln import cli
+
+    return CliRunner().invoke(cli.app, list(arguments))
+
+
+def test_list_is_complete():
+    done = in_process("list")
+    assert done.exit_code == 0
+    assert all(name in done.stdout for name in lln.list_mechanisms())
+    assert "todo" not in done.stdout.lower()
+
+
+def test_list_describes_one_mechanism_and_suggests_a_name():
+    assert "landmarks=64, iterations=6" in in_process("list", "nystromformer").stdout
+    done = in_process("list", "nystromfomer")
+    assert done.exit_code == 2 and "did you mean 'nystromformer'" in done.stderr
+
+
 def test_no_argument_shows_the_help():
     done = run()
     assert "Commands:" in done.stdout + done.stderr
