@@ -127,7 +127,8 @@ class _Recorder:
         n = self.samples
         branches, local = None, options if op == "lln_diag" else None
         if self.diagonal is not None and self.diagonal[0] is q:
-            logit = getattr(self.stack[-1], "mix_logit", None) if self.stack else None
+            caller = self.stack[-1] if self.stack else None
+            logit = getattr(getattr(caller, "attention", caller), "mix_logit", None)
             local = {**self.diagonal[1], "mix": None if logit is None else logit.sigmoid()}
         self.diagonal = None
         if local is not None:
