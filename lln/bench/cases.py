@@ -180,6 +180,7 @@ def cpu_cases(*, quick: bool = False, backward: bool = False) -> list[Case]:
         ("causal", "eager"): powers(512, causal_end),
     }
     cases = [Case(op, impl, N) for (op, impl), lengths in sweep.items() for N in lengths]
+    cases.sort(key=lambda case: (case.N, case.op))  # rivals side by side, under equal conditions
     if backward:
         cases += [replace(case, passes=TRAINING) for case in cases]
     return cases
