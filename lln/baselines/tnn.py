@@ -61,7 +61,7 @@ class Tnn(TokenMixer):
         spectrum = torch.fft.rfft(coefficients, dim=0) * torch.fft.rfft(v, 2 * tokens, dim=1)
         return torch.fft.irfft(spectrum, 2 * tokens, dim=1)[:, :tokens]
 
-    def coefficients(self, tokens: int, like: Tensor) -> Float[Tensor, "2N e"]:
+    def coefficients(self, tokens: int, like: Tensor) -> Float[Tensor, "offsets e"]:
         """γ^|n| f_θ(n) for n = 0 … N − 1, −N … −1; the entry at −N meets no pair of tokens."""
         offset = torch.arange(2 * tokens, device=like.device, dtype=like.dtype)
         offset = torch.where(offset < tokens, offset, offset - 2 * tokens)[:, None]

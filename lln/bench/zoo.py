@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ def run(
         except CheckFailed as failure:
             console.print(f"[bold red]stopped before measuring:[/] {failure}")
             raise SystemExit(1) from None
-        rows.extend(measure(cases, min_seconds=min_seconds, watch=watch))
+        with tf32_products(device):
+            rows.extend(measure(cases, min_seconds=min_seconds, watch=watch))
 
     done = [row for row in rows if not row["error"]]
     growth = sweep.growth(done, start=1 if quick else sweep.GROWTH_FROM)
@@ -75,6 +77,18 @@ def run(
     for path in written:
         console.print(f"wrote {path}")
     return written
+
+
+@contextmanager
+def tf32_products(device: str) -> Iterator[None]:
+    """Products of float32 matrices in TF32 on a GPU, as in training; not while checking."""
+    before = torch.get_float32_matmul_precision()
+    if device.startswith("cuda"):
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def measure(
@@ -91,7 +105,6 @@ def measure(
     if on_gpu:
         settings = f"tf32 repeat_ms={GPU_MILLISECONDS}"
     memory = iter(()) if on_gpu else peaks(cases, server="lln.bench.zoo")
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 or on_gpu
     for case in cases:
         (watch or (lambda _: None))(case.name)
         error = ""

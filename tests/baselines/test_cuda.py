@@ -1,0 +1,31 @@
+"""The zoo on a GPU: the same numbers as on the CPU, and training in bfloat16 stays finite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lln
+from lln.bench import layers
+from tests.baselines.small import make, padded
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("name", lln.list_mechanisms())
+def test_cuda_equals_cpu(name):
+    cases = layers.layer_cases(device="cuda", quick=True, names=[name])
+    assert layers.check(cases) == len({case.impl for case in cases})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", lln.list_mechanisms())
+def test_training_under_autocast_is_finite(name, dtype):
+    module = make(name).cuda().train()
+    x, mask = padded(200)
+    x = x.cuda().requires_grad_()
+    with torch.autocast("cuda", dtype=dtype):
+        out = module(10 * x, mask.cuda())
+    out.float().square().mean().backward()
+    assert out.isfinite().all() and x.grad.isfinite().all()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
