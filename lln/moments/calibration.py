@@ -53,4 +53,5 @@ def calibrate(
         normalize_keys=normalize_keys,
         score_variance=measured,
     )
-    return alpha.repeat_interleave(q.shape[1] // k.shape[1], dim=1), beta
+    group = q.shape[1] // k.shape[1]
+    return alpha[:, :, None].expand(-1, -1, group).flatten(1), beta

@@ -11,7 +11,7 @@ Beyond ``top`` σ̃² continues along the tangent. With normalised keys the dive
 exceed ln D, so "entropy" has the bound y < 2 ln D, and top stands at 0.8 of it.
 
 Numerics: relative error of y below 1e-4 for 2 ≤ D ≤ 1024, 1e-4 ≤ y ≤ top. Coefficients are Python
-numbers, so that no table has to live on, or travel to, the device of the tensors.
+numbers: no table has to live on the device of the tensors, and none is read from it.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def shape(method: str, head_dim: float, normalize_keys: bool) -> Shape:
 @functools.lru_cache(maxsize=256)
 def _curve(method: str, head_dim: int, normalize_keys: bool) -> Curve:
     table = torch.tensor(_table()[table_key(method, normalize_keys)], dtype=torch.float64)
-    weights = chebyshev_basis(head_position(head_dim), table.shape[0])
+    weights = chebyshev_basis(head_position(float(head_dim)), table.shape[0])
     coefficients = (weights @ table).tolist()
-    known = shape(method, head_dim, normalize_keys)
+    known = shape(method, float(head_dim), normalize_keys)
     ends = torch.tensor([1 - 1e-5, 1.0], dtype=torch.float64) * known.top
     end = known.position(ends)[1].item()
     draft = Curve(known, tuple(coefficients), end, end_slope=0.0)
@@ -140,10 +140,26 @@ def _table() -> dict[str, list[list[float]]]:
 
 
 def _chebyshev(coefficients: tuple[float, ...], z: Tensor) -> Tensor:
-    """Σ_n c_n T_n(z) by Clenshaw's recurrence."""
+    """Σ_n c_n T_n(z)."""
+    recorded = z.is_cuda and torch.cuda.is_current_stream_capturing()
+    if recorded or z.requires_grad or torch.compiler.is_compiling():
+        return _clenshaw(coefficients, z)
+    return _cosines(coefficients, z)
+
+
+def _clenshaw(coefficients: tuple[float, ...], z: Tensor) -> Tensor:
+    """By recurrence, with numbers only: fuses to one kernel, leaves no host memory in a graph."""
     twice = 2 * z
     last = torch.zeros_like(z)
     value = torch.full_like(z, coefficients[-1])
     for c in coefficients[-2:0:-1]:
         last, value = value, torch.addcmul(c - last, twice, value)
     return torch.addcmul(coefficients[0] - last, z, value)
+
+
+def _cosines(coefficients: tuple[float, ...], z: Tensor) -> Tensor:
+    """By T_n(z) = cos(n·arccos z), in few launches; the copy does not wait for the device."""
+    table = torch.tensor([range(len(coefficients)), coefficients], dtype=z.dtype)
+    n, c = table.to(z.device, non_blocking=True)
+    angle = z.clamp(-1, 1).acos()
+    return (torch.cos(angle[..., None] * n) * c).sum(-1)

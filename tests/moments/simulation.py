@@ -28,7 +28,7 @@ def entropy_bits(log_score) -> float:
     return float(-(np.exp(log_p) * log_p).sum(1).mean() / np.log(2))
 
 
-def row_variances(rng, head_dim, sigma2, *, blocks, normalize_keys=False, tokens=256):
+def row_variances(rng, head_dim, sigma2, *, blocks, normalize_keys=False, tokens=64):
     """½E[(ln S(q,k) − ln S(q,k'))²], one estimate per block of independent queries and keys."""
     return np.array(
         [

@@ -17,46 +17,54 @@ TOKENS = 1024
 @pytest.mark.parametrize("normalize_keys", [False, True])
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
 def test_variance_within_half_a_percent(head_dim, normalize_keys):
-    """½E[(ln S(q,k) − ln S(q,k'))²] against the target, over 400 blocks of 256 × 256 pairs."""
+    """½E[(ln S(q,k) − ln S(q,k'))²] against the target, over 3200 blocks of 64 × 64 pairs."""
     rng = np.random.default_rng(head_dim)
     for target in (0.25, 1.0, 4.0):
         alpha, beta = match_moments(
             1.0, math.sqrt(target), head_dim, method="variance", normalize_keys=normalize_keys
         )
         sigma2 = alpha**2 + beta**2 * target
-        blocks = row_variances(rng, head_dim, sigma2, blocks=400, normalize_keys=normalize_keys)
+        blocks = row_variances(rng, head_dim, sigma2, blocks=3200, normalize_keys=normalize_keys)
         error = blocks.std() / math.sqrt(len(blocks)) / target
-        assert error < 0.0017, "too few samples to tell"
+        assert error < 0.0016, "too few samples to tell"
         assert abs(blocks.mean() / target - 1) < 0.005
 
 
-def entropies(head_dim: int, temperature: float, draws: int, **options) -> tuple[float, float]:
-    """Mean row entropy of softmax and LLN attention on the same inputs, in bits."""
+def excess_entropy(head_dim: int, temperature: float, draws: int, **options) -> np.ndarray:
+    """Mean row entropy of LLN minus that of softmax attention on the same inputs, in bits.
+
+    Keys decide how far a draw is from the mean, so that a quarter of the rows is enough.
+    """
     rng = np.random.default_rng(head_dim)
     sigma = temperature**-0.5
     alpha, beta = match_moments(sigma, sigma, head_dim, method="entropy", **options)
-    softmax, lln = [], []
+    excess = []
     for _ in range(draws):
         q, k = draw(rng, TOKENS, head_dim) * sigma
-        softmax.append(entropy_bits(q @ k.T / math.sqrt(head_dim)))
-        lln.append(entropy_bits(log_scores(alpha * q, beta * k, **options)))
-    return float(np.mean(softmax)), float(np.mean(lln))
+        q = q[: TOKENS // 4]
+        softmax = entropy_bits(q @ k.T / math.sqrt(head_dim))
+        excess.append(entropy_bits(log_scores(alpha * q, beta * k, **options)) - softmax)
+    return np.array(excess)
 
 
 @pytest.mark.parametrize("normalize_keys", [False, True])
 @pytest.mark.parametrize("temperature", [0.8, 1.0, 2.0])
 def test_entropy_within_a_tenth_of_a_bit(temperature, normalize_keys):
-    softmax, lln = entropies(64, temperature, draws=6, normalize_keys=normalize_keys)
-    assert lln == pytest.approx(softmax, abs=0.1)
+    excess = excess_entropy(
+        64, temperature, draws=24 if temperature < 1 else 8, normalize_keys=normalize_keys
+    )
+    assert abs(excess.mean()) < 0.1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("normalize_keys", [False, True])
-@pytest.mark.parametrize("temperature", [0.8, 0.9, 1.0, 1.5, 4.0])
-@pytest.mark.parametrize("head_dim", [16, 32, 80, 128, 256])
+@pytest.mark.parametrize("temperature", [0.8, 1.0, 2.0])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 128, 256])
 def test_entropy_at_every_head_size(head_dim, temperature, normalize_keys):
-    softmax, lln = entropies(head_dim, temperature, draws=16, normalize_keys=normalize_keys)
-    assert lln == pytest.approx(softmax, abs=0.1)
+    draws = 128 if temperature < 1 else 48  # single draws scatter by up to 0.15 bits
+    excess = excess_entropy(head_dim, temperature, draws, normalize_keys=normalize_keys)
+    assert excess.std() / math.sqrt(draws) < 0.02, "too few draws to tell"
+    assert abs(excess.mean()) < 0.1
 
 
 def test_the_variant_needs_its_own_curve():
@@ -75,5 +83,5 @@ def test_published_constants_miss_other_head_sizes():
     rng = np.random.default_rng(0)
     for head_dim, ratio in ((16, 1.41), (64, 0.83), (256, 0.48)):
         alpha, _ = match_moments(1.0, 1.0, head_dim)
-        blocks = row_variances(rng, head_dim, 2 * alpha**2, blocks=40)
+        blocks = row_variances(rng, head_dim, 2 * alpha**2, blocks=600)
         assert blocks.mean() == pytest.approx(ratio, rel=0.04)

@@ -54,7 +54,7 @@ def test_two_features_against_a_direct_integral():
 @pytest.mark.parametrize(("head_dim", "sigma2"), [(4, 12.0), (64, 9.0)])
 def test_variance_against_simulation(head_dim, sigma2, normalize_keys):
     rng = np.random.default_rng(head_dim)
-    blocks = row_variances(rng, head_dim, sigma2, blocks=60, normalize_keys=normalize_keys)
+    blocks = row_variances(rng, head_dim, sigma2, blocks=600, normalize_keys=normalize_keys)
     error = blocks.std() / math.sqrt(len(blocks))
     exact = row_variance(sigma2, head_dim, normalize_keys=normalize_keys)
     assert error < 0.01 * exact
@@ -82,6 +82,6 @@ def test_divergence_against_simulation(head_dim, sigma2, normalize_keys):
 
 def test_divergence_with_normalized_keys_is_bounded():
     """A row's largest weight is at most D times the mean one."""
-    values = [row_divergence(sigma2, 8, normalize_keys=True) for sigma2 in (4.0, 100.0, 200.0)]
-    assert values == sorted(values)
-    assert 0.7 * math.log(8) < values[-1] < math.log(8)
+    narrow, wide = (row_divergence(sigma2, 8, normalize_keys=True) for sigma2 in (4.0, 100.0))
+    assert narrow < 0.1 * math.log(8)
+    assert 0.6 * math.log(8) < wide < math.log(8)
