@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+if not torch.cuda.is_available():
+    # Triton decides at its import whether kernels can be interpreted; transformers may import it
+    # while tests are collected, so it is imported here, before all of them.
+    os.environ["TRITON_INTERPRET"] = "1"
+    with suppress(ImportError):
+        import triton.language  # noqa: F401
+    del os.environ["TRITON_INTERPRET"]
 
 settings.register_profile(
     "default", max_examples=40, deadline=None, suppress_health_check=list(HealthCheck)
