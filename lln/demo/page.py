@@ -126,7 +126,7 @@ def _curves(rows: Sequence[Row], quantity: str) -> list[Series]:
 
 def concentration_tables(setting: Setting, rows: Sequence[Row]) -> list[Table]:
     """Entropy and spectral gap: a line per kernel and a column per temperature."""
-    captions = {"entropy": "Mean entropy of a row in bits.", "spectral_gap": "Spectral gap."}
+    captions = {"entropy": "Mean entropy of a row in bits.", "spectral_gap": "1 − |λ₂|."}
     columns = ["attention", *(f"τ = {temperature:g}" for temperature in setting.temperatures)]
     tables = []
     for quantity, caption in captions.items():
@@ -203,7 +203,7 @@ def cost_table(rows: Sequence[Row]) -> Table:
         lines.append([*line, f"{both[0] / both[1]:.1f}×" if len(both) == 2 else ""])
     heads = [f"{name} {unit}" for name in SHORT.values() for unit in ("ms", "MB")]
     return Table(
-        ["N", *heads, "speed-up"],
+        ["N", *heads, "ratio"],
         lines,
-        caption="Matrix: softmax with its N×N matrix. Speed-up: SDPA ÷ LLN time. Empty: not run.",
+        caption="Matrix: softmax with its N×N matrix. Ratio: SDPA ÷ LLN time. Empty: not run.",
     )

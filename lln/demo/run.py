@@ -44,8 +44,9 @@ def run(
         found = concentration.retrieval(setting)
         costs = _cost(quick, bars)
 
-    for table in page.concentration_tables(setting, spread):
-        _print(console, table, "Concentration")
+    entropies, gaps = page.concentration_tables(setting, spread)
+    _print(console, entropies, "Entropy")
+    _print(console, gaps, "Spectral gap")
     _print(console, page.retrieval_table(setting, found), "Exact retrieval")
     _print(console, page.cost_table(costs), "Time and peak memory of a forward call")
 
