@@ -125,6 +125,33 @@ def _record(entry, table):
     return table
 
 
+@app.command()
+def inspect(
+    folder: Annotated[
+        Path, typer.Argument(metavar="MODEL_FOLDER", help="A local Hugging Face model.")
+    ],
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 file to run it on; default Tiny Shakespeare.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/inspect"),
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens of a sequence.")] = 256,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences that are averaged.")] = 2,
+) -> None:
+    """Measure the attention heads of a model, and a report.
+
+    Loads a checkpoint (safetensors only, nothing is downloaded) or makes random weights where the
+    folder holds only a config.json, runs it on a text, and shows entropy, spectral gap,
+    temperature, log-normality, and the heads that are biased.
+    """
+    from lln.inspection.model import CannotInspect
+    from lln.inspection.run import run
+
+    try:
+        run(folder, text=text, out=out, tokens=tokens, sequences=sequences)
+    except CannotInspect as error:
+        raise SystemExit(f"lln inspect: {error}") from None
+
+
 @bench_app.callback()
 def bench(
     context: typer.Context,

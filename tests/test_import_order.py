@@ -30,11 +30,13 @@ LAYERS: dict[str, set[str]] = {
     "report": set(),
     "bench": {"zoo", "models", "hf", "functional", "ops", "moments", "report", "files"},
     "demo": {"bench", "instruments", "moments", "ops", "report", "files"},
-    "figures": {"bench", "instruments", "moments", "ops", "report", "files"},
+    "figures": {"bench", "instruments", "functional", "moments", "ops", "report", "files", "data"},
     "verify": {"figures", "instruments", "moments", "ops"},
+    "inspection": {"bench", "instruments", "moments", "ops", "report", "files", "data"},
     "experiments": {"models", "hf", "zoo", "instruments", "data", "files"},
     "cli": {
         "demo",
+        "inspection",
         "bench",
         "figures",
         "verify",
@@ -65,6 +67,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "report": {"matplotlib", "jinja2", "markupsafe"},
     "bench": ALWAYS_PRESENT | {"rich", "triton"},
     "demo": ALWAYS_PRESENT | {"rich"},
+    "inspection": ALWAYS_PRESENT | {"rich", "transformers"},
     "figures": ALWAYS_PRESENT | {"rich"},
     "verify": ALWAYS_PRESENT | {"rich"},
     "experiments": ALWAYS_PRESENT
@@ -80,6 +83,7 @@ EXTRAS_AT_THE_TOP = {
     "bench/zoo.py": {"rich"},
     "bench/zoo.py": {"rich"},
     "demo/run.py": {"rich"},
+    "inspection/run.py": {"rich"},
     "figures/run.py": {"rich"},
     "verify/run.py": {"rich"},
 }

@@ -1,0 +1,1 @@
+"""``lln inspect``: how the attention of a Hugging Face model behaves on a text."""
