@@ -20,7 +20,7 @@ from lln.bench.memory import peaks
 from lln.bench.timing import time_call
 
 Row = dict[str, Any]
-GROWTH_FROM = 2048  # below, fixed costs of a call hide the growth
+GROWTH_SPAN = 16  # growth is fitted over the last factor of 16 in N: caches flatter short lengths
 
 
 def measure(
@@ -60,14 +60,15 @@ def ratios(rows: Sequence[Row], *, ours: str = "eager", theirs: str = "sdpa") ->
     ]
 
 
-def growth(rows: Sequence[Row], *, start: int = GROWTH_FROM) -> list[Row]:
-    """Exponent p of cost ∝ N**p, for time and memory of every curve with N ≥ ``start``."""
+def growth(rows: Sequence[Row]) -> list[Row]:
+    """Exponent p of cost ∝ N**p, for time and memory at the long end of every curve."""
     curves: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        if row["N"] >= start:
-            curves.setdefault((row["op"], row["impl"], row["pass"]), []).append(row)
+        curves.setdefault((row["op"], row["impl"], row["pass"]), []).append(row)
     found = []
-    for (op, impl, passes), curve in curves.items():
+    for (op, impl, passes), whole in curves.items():
+        longest = max(row["N"] for row in whole)
+        curve = [row for row in whole if row["N"] * GROWTH_SPAN >= longest]
         if len(curve) < 3:
             continue
         lengths = [row["N"] for row in curve]

@@ -66,7 +66,7 @@ def run(
             rows.extend(measure(cases, min_seconds=min_seconds, watch=watch))
 
     done = [row for row in rows if not row["error"]]
-    growth = sweep.growth(done, start=1 if quick else sweep.GROWTH_FROM)
+    growth = sweep.growth(done)
     for table in tables(done, growth):
         console.print(table)
     content: dict[str, list[Any]] = {"growth": growth, "rows": rows}

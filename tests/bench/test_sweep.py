@@ -74,9 +74,9 @@ def test_ratio_is_theirs_over_ours_at_equal_length():
 
 def test_growth_recovers_the_exponent_and_skips_short_lengths():
     rows = rows_of("bidirectional", "sdpa", 2.0)
-    rows[0]["ms_p50"] = 1e9  # N = 1024 lies below the fitted range
+    rows.append({**rows[0], "N": 512, "ms_p50": 1e9})  # below the fitted range
     (fit,) = sweep.growth(rows)
-    assert (fit["from"], fit["to"]) == (2048, 16_384)
+    assert (fit["from"], fit["to"]) == (1024, 16_384)
     assert fit["time"] == pytest.approx(2.0) and fit["memory"] == pytest.approx(1.0)
 
 

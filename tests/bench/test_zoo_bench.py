@@ -112,7 +112,7 @@ def test_what_does_not_fit_says_so(monkeypatch):
 
 def test_the_table_shows_fitted_powers():
     rows = fake_rows("softmax", "matrix", 2.0) + fake_rows("lln", "eager", 1.0)
-    growth = zoo.sweep.growth(rows, start=1)
+    growth = zoo.sweep.growth(rows)
     forward, training = zoo.tables(rows, growth)
     assert forward.row_count == training.row_count == 2
     assert list(forward.columns[-2].cells) == ["2.00", "1.00"]
