@@ -298,7 +298,7 @@ _TABLE = (
         memory="N m",
         matrix="signed",
         parameters="dim scales of the random features",
-        source="the paper: m = 64, no gate; σ starts at 1",
+        source="the paper and its code: m = 64, σ starts at 1, floor 0.01; no gate",
     ),
     Mechanism(
         "hedgehog",

@@ -7,6 +7,7 @@ FLASH, Transformer-LS) derive from :class:`TokenMixer` instead and have no core.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,7 @@ def wide(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
     Sums over all keys and exponentials would leave the range of float16.
     """
 
+    @functools.wraps(method)
     def run(self, *tensors: Tensor | None) -> Tensor:
         first = tensors[0]
         assert first is not None
@@ -92,7 +94,6 @@ def wide(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
         with torch.autocast(first.device.type, enabled=False):
             return method(self, *cast).to(first.dtype)
 
-    run.__doc__ = method.__doc__
     return run
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from lln.baselines.linear import LinearCore
@@ -17,4 +16,9 @@ class Elu(LinearCore):
     """
 
     def features(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        return F.elu(q) + 1, F.elu(k) + 1
+        return _elu_plus_one(q), _elu_plus_one(k)
+
+
+def _elu_plus_one(x: Tensor) -> Tensor:
+    """exp(x) below zero without a cancelling −1 + 1, so that small features keep their digits."""
+    return x.relu() + x.clamp(max=0).exp()
