@@ -291,3 +291,11 @@ def test_reference_and_eager_agree_through_the_public_function():
         q, k, alpha=torch.full((2, 4), 1.5).double(), beta=torch.full((2, 2), 2.0).double()
     )
     torch.testing.assert_close(p.sum(-1), torch.ones_like(p[..., 0]))
+
+
+def test_numbers_given_in_inference_mode_can_be_trained_with_later():
+    q, k, v = (x.requires_grad_() for x in random_qkv())
+    with torch.inference_mode():
+        lln.attention(q, k, v, alpha=1.23, beta=1.23)
+    lln.attention(q, k, v, alpha=1.23, beta=1.23).sum().backward()
+    assert q.grad is not None and q.grad.isfinite().all()

@@ -140,7 +140,7 @@ def measure(
             p20, p50, p80 = (round(value, 5) for value in times)
             row |= {"ms_p20": p20, "ms_p50": p50, "ms_p80": p80, "peak_mb": round(peak, 1)}
             row |= {"floor_share": floor_share(case, p50, bandwidth), "error": ""}
-        except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
+        except Exception as error:  # a row that says why, not a lost run
             missing = dict.fromkeys(("ms_p20", "ms_p50", "ms_p80", "peak_mb", "floor_share"))
             row |= {**missing, "error": str(error).splitlines()[0][:200]}
             torch.cuda.synchronize()
@@ -217,13 +217,14 @@ def run(folder: Path, *, quick: bool = False, console: Console | None = None) ->
     console.print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     checked = check(timed.case for timed in cases)
     console.print(f"{checked} implementations agree with the float64 definition")
-    rows = []
-    for row in [*measure(cases, bandwidth, lambda name: console.print(name, highlight=False)),
-                *_extra(bandwidth)]:  # fmt: skip
+    rows: list[sweep.Row] = []
+    for row in measure(cases, bandwidth, lambda name: console.print(name, highlight=False)):
         rows.append(row)
+        if len(rows) % 20 == 0:
+            _save(rows, folder)
+    rows += _extra(bandwidth)
     console.print(table(rows))
-    content: dict[str, list[Any]] = {"ratios": ratios(rows), "rows": rows}
-    written = [sweep.save_json(content, folder, subject="gpu", device="cuda")]
+    written = [_save(rows, folder)]
     written.append(files.write_text(written[0].with_suffix(".csv"), sweep.as_csv(rows)))
     for name, svg in plots(rows).items():
         path = written[0].with_name(f"{written[0].stem}_{name}.svg")
@@ -231,6 +232,12 @@ def run(folder: Path, *, quick: bool = False, console: Console | None = None) ->
     for path in written:
         console.print(f"wrote {path}")
     return written
+
+
+def _save(rows: Sequence[sweep.Row], folder: Path) -> Path:
+    """Rows and ratios so far; called as the run goes, so that a cut run keeps what it measured."""
+    content: dict[str, list[Any]] = {"ratios": ratios(rows), "rows": list(rows)}
+    return sweep.save_json(content, folder, subject="gpu", device="cuda")
 
 
 def _extra(bandwidth: float) -> Iterator[sweep.Row]:

@@ -6,6 +6,7 @@ tensors only: looking at a value on another device would wait for that device.
 
 from __future__ import annotations
 
+import functools
 import math
 from numbers import Real
 
@@ -120,9 +121,7 @@ def as_scale(name: str, value: float | Tensor, batch: int, heads: int, like: Ten
                 f"[{batch}, {heads}]"
             )
         _check_scale_values(name, float(value), math.isfinite(value) and value >= 0)
-        return torch.full((1, 1), float(value), dtype=dtype, device=like.device).expand(
-            batch, heads
-        )
+        return _constant(float(value), dtype, like.device).expand(batch, heads)
     check_floating(name, value)
     if value.device != like.device and value.dim() > 0:
         raise ValueError(
@@ -139,6 +138,23 @@ def as_scale(name: str, value: float | Tensor, batch: int, heads: int, like: Ten
         good = bool((values.isfinite() & (values >= 0)).all())
         _check_scale_values(name, values.tolist(), good)
     return value.to(device=like.device, dtype=dtype).expand(batch, heads)
+
+
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``[[value]]``, kept between calls: on a GPU making it costs as much as a small kernel.
+
+    Not kept while a compiler traces or a CUDA graph records, whose memory is their own.
+    """
+    recording = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or recording:
+        return torch.full((1, 1), value, dtype=dtype, device=device)
+    return _kept_constant(value, dtype, device)
+
+
+@functools.lru_cache(maxsize=256)
+def _kept_constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((1, 1), value, dtype=dtype, device=device)
 
 
 def _check_scale_values(name: str, value: object, good: bool) -> None:
