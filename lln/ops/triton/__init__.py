@@ -22,6 +22,7 @@ _MODULES = {
     "block_diagonal": "_block_diagonal",
     "causal": "_causal",
     "lln_diag": "_lln_diag",
+    "decode": "_decode",
     "summarize": "state",
     "read": "state",
     "standard_deviations": "statistics",

@@ -92,24 +92,46 @@ def scan_kernel(
     peak, mass, total = load_state(LOG_MASS, MEAN, head, features, values, D, E, BD, BE)
     total *= mass[:, None]
     extra = tl.zeros([BD], tl.float32)
-    inside = features < D
-    block = inside[:, None] & (values < E)[None, :]
+    base = PARTS + (head * count + (count - 1 if REVERSE else 0)) * size
+    part_peak, part_mass, part_sum, part_extra = load_part(base, features, values, D, D, E, VECTORS)
     for step in range(count):
-        part = count - 1 - step if REVERSE else step
-        index = (head * count + part) * size
-        base = PARTS + index
-        part_peak = tl.load(base + D * E + features, mask=inside, other=FLOOR)
-        part_mass = tl.load(base + D * E + D + features, mask=inside, other=0.0)
-        part_sum = tl.load(base + features[:, None] * E + values[None, :], mask=block, other=0.0)
+        index = (head * count + (count - 1 - step if REVERSE else step)) * size
+        base = PARTS + index + (-size if REVERSE else size)
+        # the next part is on its way while this one is merged
+        width = tl.minimum(count - 1 - step, 1) * D
+        next_peak, next_mass, next_sum, next_extra = load_part(
+            base, features, values, width, D, E, VECTORS
+        )
         top = tl.maximum(peak, part_peak)
         old, new = tl.exp2(peak - top), tl.exp2(part_peak - top)
         mass = mass * old + part_mass * new
         total = total * old[:, None] + part_sum * new[:, None]
-        if VECTORS == 3:
-            part_extra = tl.load(base + D * E + 2 * D + features, mask=inside, other=0.0)
-            extra = extra * old + part_extra * new
+        extra = extra * old + part_extra * new
         peak = top
         store_part(MERGED + index, peak, mass, total, extra, features, values, D, E, VECTORS)
+        part_peak, part_mass, part_sum, part_extra = next_peak, next_mass, next_sum, next_extra
+
+
+@jit
+def load_part(
+    base,
+    features,
+    values,
+    width,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    VECTORS: tl.constexpr,
+):
+    """(peak, mass, sum, extra) of a block of a part: ``width`` is D, or 0 if there is none."""
+    inside = features < width
+    block = inside[:, None] & (values < E)[None, :]
+    peak = tl.load(base + D * E + features, mask=inside, other=FLOOR)
+    mass = tl.load(base + D * E + D + features, mask=inside, other=0.0)
+    total = tl.load(base + features[:, None] * E + values[None, :], mask=block, other=0.0)
+    extra = mass
+    if VECTORS == 3:
+        extra = tl.load(base + D * E + 2 * D + features, mask=inside, other=0.0)
+    return peak, mass, total, extra
 
 
 @jit

@@ -92,9 +92,10 @@ def merge(parts: Tensor, count: int, state: Merged, *, natural: bool = False) ->
     b, heads, d, e = state.mean.shape
     block = min(padded(e), 128)
     with on_device(parts):
-        merge_kernel[(b * heads, triton.cdiv(d, 16), triton.cdiv(e, block))](
-            parts, *state, count, D=d, E=e, BD=16, BE=block, NATURAL=natural, num_warps=2
-        )
+        merge_kernel[(b * heads, triton.cdiv(d, 4), triton.cdiv(e, block))](
+            parts, *state, count,
+            D=d, E=e, BD=4, BE=block, MANY=8, NATURAL=natural, num_warps=4,
+        )  # fmt: skip
 
 
 def read(
@@ -148,21 +149,20 @@ def read_backward(
     return dq, parts, None if slopes is None else slopes.sum(-1)
 
 
-def merge_gradients(parts: Tensor, d: int, e: int) -> Tensor:
+def merge_gradients(parts: Tensor) -> Tensor:
     """Σ over the parts of each key head: [B·Hkv, 1, D·E + D]."""
     heads, count, size = parts.shape
     total = parts.new_empty((heads, 1, size))
-    block = min(padded(e), 128)
     with on_device(parts):
-        merge_gradients_kernel[(heads, triton.cdiv(d, 16), triton.cdiv(e, block))](
-            parts, total, count, D=d, E=e, BD=16, BE=block, num_warps=2
+        merge_gradients_kernel[(heads, triton.cdiv(size, 256))](
+            parts, total, count, size, BLOCK=256, MANY=8, num_warps=4
         )
     return total
 
 
-def few_parts(parts: Tensor, d: int, e: int, most: int = MERGE_IN_READER) -> Tensor:
+def few_parts(parts: Tensor, most: int = MERGE_IN_READER) -> Tensor:
     """The gradient parts themselves if they are at most ``most`` per head, else their sum."""
-    return merge_gradients(parts, d, e) if parts.shape[1] > most else parts
+    return merge_gradients(parts) if parts.shape[1] > most else parts
 
 
 def summarize_backward(
@@ -172,7 +172,7 @@ def summarize_backward(
     """(dk, dv, dbeta or None) from the parts of (dM, g)."""
     (b, heads, keys, d), e = k.shape, v.shape[-1]
     block = value_block(d, e, k.dtype)
-    parts = few_parts(parts, d, e, 1 if block < e else MERGE_IN_READER)
+    parts = few_parts(parts, 1 if block < e else MERGE_IN_READER)
     t = tile("summarize_backward", d, e, k.dtype)
     pieces, span = split(keys, b * heads, t, k.device)
     dk, dv = empty_rows(k, d), empty_rows(v, e)

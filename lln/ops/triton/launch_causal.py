@@ -54,9 +54,9 @@ def scan(parts: Tensor, merged: Tensor, given: Given, d: int, e: int, *, reverse
     heads, count, size = parts.shape
     block = min(padded(e), 128)
     with on_device(parts):
-        scan_kernel[(heads, triton.cdiv(d, 16), triton.cdiv(e, block))](
-            parts, merged, *given, count, D=d, E=e, BD=16, BE=block,
-            VECTORS=size // d - e, REVERSE=reverse, num_warps=2,
+        scan_kernel[(heads, triton.cdiv(d, 4), triton.cdiv(e, block))](
+            parts, merged, *given, count, D=d, E=e, BD=4, BE=block,
+            VECTORS=size // d - e, REVERSE=reverse, num_warps=1,
         )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def diag_backward(
         for h, needed in zip((heads, kv_heads, heads), slopes, strict=True)
     ]
     if parts is not None:
-        parts = few_parts(parts, d, e)
+        parts = few_parts(parts)
     with on_device(q):
         diag_backward_kernel[(pieces, b * kv_heads)](
             q, k, v, dout, lse, key_mask, alpha, beta, mix, *(state or (None, None, None)), parts,

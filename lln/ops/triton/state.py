@@ -124,7 +124,7 @@ def _read_backward_impl(
         dout, rows_contiguous(q), alpha, lse, log_mass, mean, need_alpha=need_alpha, natural=True
     )
     d, e = mean.shape[2:]
-    total = launch.merge_gradients(parts, d, e)
+    total = launch.merge_gradients(parts)
     d_mean = total[:, 0, : d * e].reshape(mean.shape)
     d_log_mass = (d_mean * mean).sum(-1) + total[:, 0, d * e :].reshape(log_mass.shape)
     return dq, d_log_mass, d_mean.clone(), lse.new_empty(0) if dalpha is None else dalpha

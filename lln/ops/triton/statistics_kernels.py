@@ -128,7 +128,7 @@ def deviation_kernel(
     """Merge the parts of one key head and of the query heads that share it."""
     head = tl.program_id(0).to(tl.int64)
     _deviation(PARTS + head * q_count * 3, q_count, SIGMA_Q + head, BLOCK)
-    keys = PARTS + (samples.to(tl.int64) * heads + head) * k_count * 3
+    keys = PARTS + (head + samples * heads) * k_count * 3
     _deviation(keys, k_count, SIGMA_K + head, BLOCK)
 
 

@@ -25,7 +25,6 @@ from lln.ops.triton.features import (
     dot_add,
     identity,
     jit,
-    load_parts,
     load_tile,
     log_softmax,
     normalized,
@@ -118,16 +117,33 @@ def merge_kernel(
     E: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
+    MANY: tl.constexpr,
     NATURAL: tl.constexpr,
 ):
-    """LOG_MASS, MEAN and NORM of BD features of one head from its ``count`` parts."""
+    """LOG_MASS, MEAN and NORM of BD features of one head from its parts, MANY parts at a time."""
     head = tl.program_id(0).to(tl.int64)
     features = tl.program_id(1) * BD + tl.arange(0, BD)
     values = tl.program_id(2) * BE + tl.arange(0, BE)
-    peak, mass, total = load_parts(PARTS, head * count, count, features, values, D, E, BD, BE)
-    log_mass, mean = normalized(peak, mass, total)
     inside = features < D
     block = inside[:, None] & (values < E)[None, :]
+    peak = tl.full([BD], FLOOR, tl.float32)
+    mass = tl.zeros([BD], tl.float32)
+    total = tl.zeros([BD, BE], tl.float32)
+    for start in range(0, count, MANY):
+        part = start + tl.arange(0, MANY)
+        base = PARTS + (head * count + part) * (D * E + 2 * D)
+        some = (part < count)[:, None] & inside[None, :]
+        vectors = base[:, None] + D * E + features[None, :]
+        peaks = tl.load(vectors, mask=some, other=FLOOR)
+        masses = tl.load(vectors + D, mask=some, other=0.0)
+        matrices = base[:, None, None] + features[None, :, None] * E + values[None, None, :]
+        sums = tl.load(matrices, mask=some[:, :, None] & (values < E)[None, None, :], other=0.0)
+        top = tl.maximum(peak, tl.max(peaks, axis=0))
+        old, new = tl.exp2(peak - top), tl.exp2(peaks - top[None, :])
+        mass = mass * old + tl.sum(masses * new, axis=0)
+        total = total * old[:, None] + tl.sum(sums * new[:, :, None], axis=0)
+        peak = top
+    log_mass, mean = normalized(peak, mass, total)
     tl.store(MEAN + head * D * E + features[:, None] * E + values[None, :], mean, mask=block)
     if tl.program_id(2) == 0:
         if NATURAL:
@@ -142,22 +158,20 @@ def merge_gradients_kernel(
     PARTS,
     OUT,
     count,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
+    size,
+    BLOCK: tl.constexpr,
+    MANY: tl.constexpr,
 ):
-    """OUT[head] = Σ of ``count`` consecutive gradient parts; a part is D·E of dM, then D of g."""
+    """OUT[head] = Σ of ``count`` consecutive parts of ``size`` numbers, MANY parts at a time."""
     head = tl.program_id(0).to(tl.int64)
-    features = tl.program_id(1) * BD + tl.arange(0, BD)
-    values = tl.program_id(2) * BE + tl.arange(0, BE)
-    size: tl.constexpr = D * E + D
-    dmean, g = load_gradients(PARTS, head * count, count, features, values, D, E, BD, BE)
-    inside = features < D
-    block = inside[:, None] & (values < E)[None, :]
-    tl.store(OUT + head * size + features[:, None] * E + values[None, :], dmean, mask=block)
-    if tl.program_id(2) == 0:
-        tl.store(OUT + head * size + D * E + features, g, mask=inside)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, count, MANY):
+        part = start + tl.arange(0, MANY)
+        pointers = PARTS + (head * count + part)[:, None] * size + column[None, :]
+        some = (part < count)[:, None] & (column < size)[None, :]
+        total += tl.sum(tl.load(pointers, mask=some, other=0.0), axis=0)
+    tl.store(OUT + head * size + column, total, mask=column < size)
 
 
 @jit
