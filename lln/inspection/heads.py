@@ -31,6 +31,7 @@ OF_THE_MATRIX = (
 )
 TEMPERATURES = (0.15, 0.2, 0.3, 0.4, 0.55, 0.75, 1.0, 1.5, 2.5)
 EXCESS_GAP = 0.1  # above the gap of an unbiased head at the same temperature
+COLUMN_BIAS = 0.5  # bits; at low temperature the gap alone varies much from text to text
 SINK = 0.25  # mean attention on one key, of a causal head
 
 
@@ -57,14 +58,15 @@ def head_rows(calls: Sequence[AttentionCall]) -> Iterator[list[Row]]:
 def is_biased(row: Row) -> bool | None:
     """Whether a head prefers keys whatever the query; None where it was not measured.
 
-    A gap well above that of a head without bias at the same temperature, or, where causality makes
-    the gap meaningless, a large share of attention on one key.
+    A gap well above that of a head without bias at the same temperature, with a mean row that is
+    not uniform; or, where causality makes the gap meaningless, much attention on one key.
     """
     if row["causal"]:
         return None if row["top_key"] is None else row["top_key"] > SINK
     if row["spectral_gap"] is None or row["gap_unbiased"] is None:
         return None
-    return row["spectral_gap"] - row["gap_unbiased"] > EXCESS_GAP
+    excess = row["spectral_gap"] - row["gap_unbiased"]
+    return excess > EXCESS_GAP and row["column_bias"] >= COLUMN_BIAS
 
 
 def _of_the_matrix(call: AttentionCall) -> dict[str, Tensor]:

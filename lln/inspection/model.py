@@ -118,7 +118,8 @@ def prepare(
     arguments = {"input_ids": ids}
     if getattr(loaded.config, "is_encoder_decoder", False):
         arguments["decoder_input_ids"] = ids
-    return Inputs(arguments, f"{ids.shape[0]} sequences of {ids.shape[1]} tokens, {words}")
+    count = "1 sequence" if ids.shape[0] == 1 else f"{ids.shape[0]} sequences"
+    return Inputs(arguments, f"{count} of {ids.shape[1]} tokens, {words}")
 
 
 def _tokenized(folder: Path, text: str, tokens: int, sequences: int) -> tuple[Tensor, str]:

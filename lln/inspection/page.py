@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from lln.inspection.heads import EXCESS_GAP, SINK
+from lln.inspection.heads import COLUMN_BIAS, EXCESS_GAP, SINK
 from lln.report.figures import Axis, Series
-from lln.report.heat_map import heat_map
+from lln.report.heat_map import heat_map, limits_of
 from lln.report.page import Page, Plot, Plots, Section, Table, Text
 from lln.report.scatter import scatter_plot
 
@@ -52,8 +52,13 @@ MAPS = {
     ),
 }
 
+# Ends of the colour scales where they are not those of the numbers.
+LOWEST = {"entropy": 0.0, "spectral_gap": 0.0, "top_key": 0.0, "kolmogorov_smirnov": 0.0}
+HIGHEST_AT_LEAST = {"spectral_gap": 1.0, "top_key": SINK, "kolmogorov_smirnov": 0.1}
+
 MAPS_TEXT = """
-Rows are layers, columns are heads; the number of a cell appears when the pointer rests on it.
+Rows are layers, columns are heads. Where cells are too narrow for their numbers, rest the pointer
+on one.
 """
 
 CAUSAL_TEXT = """
@@ -67,16 +72,18 @@ LAW_TEXT = """
 Proposition 3.1 says that the logarithm of an attention weight is normal, with variance σ² equal to
 that of the scores and mean −ln n − σ²/2. Fenton's approximation of the denominator corrects the
 mean for a finite number n of keys. Both assume Gaussian queries and keys, independent of each
-other; the points show how far the activations of this model are from that. The variance is measured
-within rows. `product` leaves out the correlation of queries and keys, C_cross in eq. (5), and the
-means of their features.
+other, and a moderate variance: as σ² approaches ln n, Fenton's mean stops at −1.5 ln n and that of
+the proposition overshoots. The points show how far the activations of this model are from all that.
+The variance is measured within rows. `product` leaves out the correlation of queries and keys,
+C_cross in eq. (5), and the means of their features.
 """
 
 BIASED_TEXT = """
 A head is called biased when some keys are preferred whatever the query. Temperature cannot explain
 that: such a head has a high spectral gap at a low temperature. Listed are heads whose gap exceeds
 by more than {excess} the gap that Gaussian queries and keys of the same size give at the same
-temperature; causal heads are listed if one key gets more than {sink:.0%} of the attention.
+temperature, and whose mean row is at least {bits} bits away from uniform. Causal heads are listed
+if one key gets more than {sink:.0%} of the attention.
 """
 
 
@@ -103,6 +110,12 @@ def cells_of(rows: Sequence[Row], quantity: str) -> list[list[float | None]]:
     return list(lines.values())
 
 
+def colour_limits(quantity: str, cells: Sequence[Sequence[float | None]]) -> tuple[float, float]:
+    """The same colour means about the same in every report: scales start at zero where they can."""
+    low, high = limits_of(cells)
+    return LOWEST.get(quantity, low), max(high, HIGHEST_AT_LEAST.get(quantity, high))
+
+
 def _maps(rows: Sequence[Row]) -> list:
     plots = []
     for quantity, (title, form, caption) in MAPS.items():
@@ -110,7 +123,8 @@ def _maps(rows: Sequence[Row]) -> list:
         if quantity == "spectral_gap" and all(row["causal"] for row in rows):
             continue
         if any(value is not None for line in cells for value in line):
-            svg = heat_map(quantity, cells, title=title, rows="layer", columns="head", form=form)
+            options = {"form": form, "limits": colour_limits(quantity, cells)}
+            svg = heat_map(quantity, cells, title=title, rows="layer", columns="head", **options)
             plots.append(Plot(svg, caption))
     causal = [Text(CAUSAL_TEXT)] if any(row["causal"] for row in rows) else []
     return [Text(MAPS_TEXT), *causal, Plots(plots)]
@@ -165,7 +179,7 @@ def law_table(rows: Sequence[Row]) -> Table:
 
 
 def _biased(rows: Sequence[Row]) -> list:
-    words = Text(BIASED_TEXT.format(excess=EXCESS_GAP, sink=SINK))
+    words = Text(BIASED_TEXT.format(excess=EXCESS_GAP, bits=COLUMN_BIAS, sink=SINK))
     table = biased_table(rows)
     if not table.rows:
         return [words, Text("No head of this model meets that criterion on this text.")]

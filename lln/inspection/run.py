@@ -20,7 +20,7 @@ from lln.inspection import heads, page
 from lln.inspection.model import CannotInspect, Inputs, Loaded, load, prepare
 from lln.instruments.calls import AttentionCall
 from lln.instruments.hooks import attention_calls
-from lln.report.heat_map import colour, ink_on, limits_of, share_of
+from lln.report.heat_map import colour, ink_on, share_of
 from lln.report.page import render
 
 CELL_WIDTH = 6  # of a printed cell, with the space between columns
@@ -49,7 +49,9 @@ def run(
     loaded = load(folder)
     inputs = prepare(folder, loaded, _read(text), tokens=tokens, sequences=sequences)
     name = f"{folder.resolve().name} ({loaded.config.model_type})"
-    console.print(f"[bold]{name}[/bold]: weights {loaded.weights}; {inputs.words}.")
+    console.print(
+        f"[bold]{name}[/bold]: weights {loaded.weights}; {inputs.words}.", highlight=False
+    )
     rows = _measure(_calls(loaded, inputs), console)
 
     _print_maps(console, rows)
@@ -122,7 +124,7 @@ def _print_maps(console: Console, rows: Sequence[heads.Row]) -> None:
     for quantity in ("entropy", "top_key" if causal else "spectral_gap"):
         title, form, _ = page.MAPS[quantity]
         cells = page.cells_of(rows, quantity)
-        limits, width = limits_of(cells), max(map(len, cells))
+        limits, width = page.colour_limits(quantity, cells), max(map(len, cells))
         part = max(1, (console.width - 8) // (CELL_WIDTH + 1))
         for first in range(0, width, part):
             shown = range(first, min(first + part, width))
@@ -133,7 +135,7 @@ def _print_maps(console: Console, rows: Sequence[heads.Row]) -> None:
             for layer, line in enumerate(cells):
                 values = [line[head] if head < len(line) else None for head in shown]
                 table.add_row(str(layer), *(_cell(value, form, limits) for value in values))
-            console.print(f"\n[italic]{title}[/italic]")
+            console.print(f"\n[italic]{title}[/italic]", highlight=False)
             console.print(table)
 
 
