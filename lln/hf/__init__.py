@@ -7,6 +7,10 @@ except ImportError as error:  # pragma: no cover
         "lln.hf needs transformers; install it with: pip install 'lln-attention[hf]'"
     ) from error
 
+from lln.hf.cache import StateLayer
+from lln.hf.calibrate import calibrate
 from lln.hf.register import register
+from lln.hf.replace import Replacement, replace
+from lln.hf.saving import load
 
-__all__ = ["register"]
+__all__ = ["Replacement", "StateLayer", "calibrate", "load", "register", "replace"]

@@ -3,8 +3,8 @@
 A model asks for its mask once, before its layers run, by the function registered here. What comes
 back is a tensor that every layer of the model can read, and that still says whether it was causal:
 
-    bool [B, M]             bidirectional, True = may be attended
-    uint8 [B, M]            causal, 1 = may be attended; [B, 0] if nothing is padded
+    bool [B, M]             bidirectional, True = may be attended; [B, 0] if nothing is padded
+    uint8 [B, M]            causal, 1 = may be attended; [B, 0] likewise
     bool [B, 1, N, M]       a mask per query-key pair, refused by a linear layer when it is called
 
 Refusing only there lets models build masks that none of their layers uses.
@@ -36,7 +36,7 @@ def linear_mask(
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
     **_: Any,
-) -> Tensor | None:
+) -> Tensor:
     """The mask of linear attention from what a model knows; called by transformers."""
     is_causal = mask_function is causal_mask_function
     if not is_causal and mask_function is not bidirectional_mask_function:
@@ -45,16 +45,15 @@ def linear_mask(
     if is_causal and (isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length):
         return _pairs(batch_size, q_length, kv_length, device)
     mask = _padding(attention_mask, kv_length, kv_offset)
-    if is_causal:
-        empty = torch.empty(batch_size, 0, dtype=torch.uint8, device=device)
-        return empty if mask is None else mask.to(torch.uint8)
-    return mask
+    if mask is None:
+        mask = torch.empty(batch_size, 0, dtype=torch.bool, device=device)
+    return mask.to(torch.uint8) if is_causal else mask
 
 
-def mixed_mask(**arguments: Any) -> Tensor | None:
+def mixed_mask(**arguments: Any) -> Tensor:
     """As :func:`linear_mask`, for models that keep softmax layers: pairwise masks are built."""
     mask = linear_mask(**arguments)
-    if mask is None or mask.dim() != 4:
+    if mask.dim() != 4:
         return mask
     skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**{**arguments, **skips})
@@ -87,10 +86,8 @@ def read_mask(mask: Tensor | None, keys: int) -> Visible:
     """Decode what :func:`linear_mask` returned, or a 2-D mask that a model handed on itself."""
     if mask is None:
         return Visible(None, None)
-    is_causal = mask.dtype == torch.uint8 or None
-    if mask.shape[1] == 0 and keys > 0:
-        return Visible(None, is_causal)
-    return Visible(mask.to(torch.bool), is_causal if is_causal else False)
+    all_real = mask.shape[1] == 0 and keys > 0
+    return Visible(None if all_real else mask.to(torch.bool), mask.dtype == torch.uint8)
 
 
 def starts_late(key_mask: Tensor) -> bool:

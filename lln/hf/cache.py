@@ -1,0 +1,174 @@
+"""Decoding with a constant-size state: what ``generate`` keeps of the past, per layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+
+from lln.functional import prefill
+from lln.hf.block import OpenBlock
+from lln.hf.core import LLNCore, attend
+from lln.ops.state import State, summarize
+from lln.protocols import compute_dtype
+
+
+class StateLayer(CacheLayerMixin):
+    """A cache layer of O(D E) per head, whatever the length; LLN+Diag adds one block of K and V.
+
+    transformers updates a cache before it attends, and only the attention knows the queries. So
+    ``update`` announces itself to the core and hands the new keys on, and the attention call that
+    follows reads the state and moves it.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, core: LLNCore) -> None:
+        super().__init__()
+        self.core = core
+        self.tokens = 0
+        self.state: State | None = None
+        self.block: OpenBlock | None = None
+        self._new: Tensor | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is allocated before the first tokens."""
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Announce new tokens; the attention call that follows reads them into the state."""
+        self.lazy_initialization(key_states, value_states)
+        self.tokens += key_states.shape[2]
+        self._new = key_states
+        self.core.waiting = self
+        return key_states, value_states
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        """Causal attention of the new tokens to themselves and to all before; moves the state."""
+        if k is not self._new:
+            raise RuntimeError(
+                f"{self.core.place.name} changed its keys between the cache and the attention, or "
+                "an earlier call was interrupted there; run again, or pass past_key_values="
+                "DynamicCache(config=model.config) to keep all keys"
+            )
+        self._new = None
+        key_mask = None if key_mask is None else key_mask[:, -k.shape[2] :]
+        if self.state is None:
+            out = attend(self.core, q, k, v, key_mask=key_mask, is_causal=True)
+        else:
+            out = self._continue(q, k, v, key_mask)
+        self._remember(k, v, key_mask)
+        return out
+
+    def _continue(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        core = self.core
+        wide = compute_dtype(q, k, v)
+        alpha, beta = core.scales()
+        out, _ = prefill(
+            q.to(wide),
+            k.to(wide),
+            v.to(wide),
+            self.state,
+            alpha=alpha,
+            beta=beta,
+            key_mask=key_mask,
+            normalize_keys=core.statistics.matching.normalize_keys,
+            impl=core.impl,
+        )
+        if self.block is not None:
+            local = self.block.attend(
+                q.to(wide), k.to(wide), v.to(wide), _mask(k, key_mask), scale=core.scale
+            )
+            weight = 0.5 if core.mix_logit is None else core.mix_logit.to(wide).sigmoid()
+            weight = torch.as_tensor(weight, dtype=wide, device=q.device).expand(q.shape[1])
+            out = torch.lerp(local, out, weight[:, None, None])
+        return out.to(q.dtype)
+
+    def _remember(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
+        core = self.core
+        _, beta = core.scales()
+        normalize = core.statistics.matching.normalize_keys
+        new = summarize(k, v, beta=beta, key_mask=key_mask, normalize_keys=normalize)
+        self.state = new if self.state is None else self.state.merge(new)
+        if core.diag_block is not None:
+            block = self.block or OpenBlock.empty(k, v, core.diag_block)
+            self.block = block.append(k, v, _mask(k, key_mask))
+
+    def get_seq_length(self) -> int:
+        """Tokens read so far."""
+        return self.tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The mask covers every token: softmax layers of the same model need it."""
+        return self.tokens + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in transformers 5.17
+
+    def reset(self) -> None:
+        """Back to the start of a stream."""
+        self.tokens, self.state, self.block, self._new = 0, None, None, None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep the chosen beams."""
+        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these samples."""
+        self._map(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sample this many times."""
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Impossible: a sum does not know its last terms."""
+        if tokens_to_remove != 0:
+            raise ValueError(
+                f"a state cannot forget its last {abs(tokens_to_remove)} tokens; generate with "
+                "past_key_values=DynamicCache(config=model.config), which keeps all keys"
+            )
+
+    def offload(self) -> None:
+        """The state is small: it stays where it is."""
+
+    def prefetch(self) -> None:
+        """Nothing was moved away."""
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.state is not None:
+            parts = (getattr(self.state, field.name) for field in dataclasses.fields(self.state))
+            self.state = State(*(change(part) for part in parts))
+        if self.block is not None:
+            self.block = self.block.map(change)
+
+
+def _mask(k: Tensor, key_mask: Tensor | None) -> Tensor:
+    if key_mask is not None:
+        return key_mask
+    return torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
+
+
+def use_states(cache: object, modules: list[nn.Module]) -> None:
+    """Let the causal LLN layers of a fresh DynamicCache keep a state instead of all keys."""
+    cache = getattr(cache, "self_attention_cache", cache)
+    if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
+        return
+    for module in modules:
+        core, index = module._modules.get("lln"), getattr(module, "layer_idx", None)
+        if not isinstance(core, LLNCore) or not core.causal or index is None:
+            continue
+        while len(cache.layers) <= index:
+            cache.layers.append(DynamicLayer())
+        cache.layers[index] = StateLayer(core)

@@ -1,0 +1,276 @@
+"""Put another attention into a Hugging Face model, and take it out again."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+
+from lln import zoo
+from lln.hf import core as cores
+from lln.hf.cache import use_states
+from lln.hf.register import MIXED, implementation_name, register
+from lln.hf.swap import SwappedAttention
+from lln.moments import MomentFit
+
+# In config.json: no such implementation exists, so that a plain from_pretrained stops there instead
+# of running softmax. `from_pretrained(folder, attn_implementation="sdpa")` asks for that openly.
+LOAD_WITH = "load this model with lln.hf.load"
+
+
+@dataclasses.dataclass
+class Changes:
+    """What a model carries from its first replacement on: those that hold, and what was before."""
+
+    replacements: list[Replacement] = dataclasses.field(default_factory=list)
+    implementations: dict[int, str] = dataclasses.field(default_factory=dict)  # by id of the config
+
+
+def changes(model: Any) -> Changes:
+    """The replacements of a model; none if it was never changed."""
+    return model.__dict__.get("_lln_changes") or Changes()
+
+
+@dataclasses.dataclass(eq=False)
+class Replacement:
+    """What :func:`replace` did; calling it undoes that.
+
+    Attributes:
+        layers: Numbers of the attention layers that were changed.
+        parameters_before, parameters_after: Of the whole model.
+    """
+
+    model: PreTrainedModel
+    attention: str
+    options: dict[str, Any]
+    layers: list[int]
+    parameters_before: int
+    parameters_after: int = 0
+    originals: dict[str, nn.Module] = dataclasses.field(default_factory=dict, repr=False)
+    active: bool = True
+
+    def __call__(self) -> None:
+        """Undo: the layers attend as before, bit for bit; a second call does nothing."""
+        if not self.active:
+            return
+        for path, original in self.originals.items():
+            if original._modules.pop("lln", None) is None:
+                self.model.set_submodule(path, original)
+        self.active = False
+        changes(self.model).replacements.remove(self)
+        _announce(self.model)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.attention} in {len(self.layers)} of {len(attention_modules(self.model))} "
+            f"attention layers: {self.parameters_before:,} -> {self.parameters_after:,} parameters"
+        )
+
+
+def replace(
+    model: PreTrainedModel,
+    attention: str = "lln_diag",
+    *,
+    layers: Iterable[int] | None = None,
+    max_length: int | None = None,
+    quiet: bool = False,
+    **options: Any,
+) -> Replacement:
+    """Let a model's self-attention layers use LLN or any mechanism of the zoo; returns the undo.
+
+    Projections and all other weights stay. The core becomes a submodule ``lln`` of each attention
+    module, so that the state dict keeps α, β, statistics and learned factors. Mechanisms that make
+    their own queries and keys replace the whole attention module, with new weights. Layers left out
+    and cross-attention keep softmax.
+
+    Args:
+        attention: A name of :func:`lln.list_mechanisms`.
+        layers: Which, counted over the self-attention layers from 0 (negative: from the end); all
+            by default. Call again for other layers to mix mechanisms.
+        max_length: Longest input of mechanisms with weights of that size; from the config.
+        quiet: Do not print the parameter counts.
+        options: Those of the mechanism, see ``lln.describe(attention).defaults``. For LLN
+            ``statistics`` is "sample" in bidirectional layers and "fixed" in causal ones, which
+            :func:`lln.hf.calibrate` then sets, unless ``alpha`` and ``beta`` are given.
+
+    Returns:
+        A callable that undoes it, with the numbers of parameters before and after.
+
+    Example:
+        >>> undo = lln.hf.replace(model, "lln_diag", layers=range(2, 12), diag_block=64)
+        >>> lln.hf.calibrate(model, batches, method="entropy")
+        >>> undo()
+    """
+    register()
+    entry = zoo.describe(attention)
+    if entry.replaces_ffn:
+        raise ValueError(
+            f"{attention!r} takes the place of attention and feed-forward network together, which "
+            "cannot be exchanged in a model of another library; use lln.create"
+        )
+    cores.check_options(attention, options)
+    places = attention_modules(model)
+    chosen = _choose(layers, list(places))
+    _own_config(model)
+    before = sum(parameter.numel() for parameter in model.parameters())
+    done = Replacement(model, attention, options, [number for number, _ in chosen], before)
+    built = {}
+    for number, path in chosen:  # all of them first: an error leaves the model as it was
+        module = places[path]
+        place = cores.place_of(
+            module,
+            f"layer {number} ({path}) of {type(model).__name__}",
+            layer_index=number,
+            num_layers=len(places),
+            max_length=max_length or 0,
+        )
+        built[path] = _build(attention, entry, place, module, model, options)
+    for path, new in built.items():
+        done.originals[path] = places[path]
+        if isinstance(new, SwappedAttention):
+            model.set_submodule(path, new)
+        else:
+            places[path].add_module("lln", new)
+    done.parameters_after = sum(parameter.numel() for parameter in model.parameters())
+    changes(model).replacements.append(done)
+    _announce(model)
+    if not quiet:
+        print(done)
+    return done
+
+
+def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The self-attention modules that go through transformers' attention interface, by path."""
+    found = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, SwappedAttention)
+        or (cores.is_routed(module) and not cores.is_cross(module))
+    }
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no layer that goes through transformers' attention "
+            "interface (as longformer, big_bird, nystromformer, reformer, deberta_v2 have none)"
+        )
+    return found
+
+
+def _choose(layers: Iterable[int] | None, paths: list[str]) -> list[tuple[int, str]]:
+    """Numbers and paths of the layers asked for."""
+    numbers = range(len(paths)) if layers is None else layers
+    chosen = {}
+    for number in numbers:
+        if not -len(paths) <= number < len(paths):
+            raise ValueError(
+                f"layers={number} does not exist; the model has {len(paths)} self-attention "
+                "layers, counted from 0"
+            )
+        chosen[number % len(paths)] = paths[number]
+    if not chosen:
+        raise ValueError("layers is empty; leave it out to replace all")
+    return sorted(chosen.items())
+
+
+def _build(
+    attention: str, entry: Any, place: cores.Place, module: Any, model: Any, options: dict
+) -> nn.Module:
+    if isinstance(module, SwappedAttention) or "lln" in module._modules:
+        raise ValueError(f"{place.name} was replaced already; undo that first, or choose layers=")
+    like: Tensor = next(module.parameters())
+    if cores.is_core(entry):
+        new = cores.build(attention, place, **options)
+    else:
+        new = cores.create(attention, place, module.config.hidden_size, **options)
+        new.apply(model._init_weights)  # as the layers around it
+        new = SwappedAttention(new, module, place)
+    return new.to(device=like.device, dtype=like.dtype).train(module.training)
+
+
+def _own_config(model: PreTrainedModel) -> None:
+    """A copy of the config for this model alone: others made from the same object keep theirs."""
+    if "_lln_changes" in model.__dict__:
+        return
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if isinstance(config, PreTrainedConfig):
+            module.__dict__["config"] = copy.deepcopy(config, memo)
+    model.__dict__["_lln_changes"] = Changes()
+
+
+def _announce(model: Any) -> None:
+    """Tell transformers what the modules of a model now are: implementation, record, cache."""
+    replacements, before = changes(model).replacements, changes(model).implementations
+    names = {path: done.attention for done in replacements for path in done.originals}
+    by_config: dict[int, tuple[Any, set[str | None]]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, SwappedAttention) or cores.is_routed(module):
+            _, used = by_config.setdefault(id(module.config), (module.config, set()))
+            used.add(names.get(path))
+    for config, used in by_config.values():
+        original = before.setdefault(id(config), config._attn_implementation)
+        name = MIXED if len(used) > 1 else next(iter(used))
+        # Not by the property, which would change sub-configs as well.
+        config._attn_implementation_internal = (
+            original if name is None else MIXED if name == MIXED else implementation_name(name)
+        )
+    record(model)
+    if replacements and hasattr(type(model), "_prepare_cache_for_generation"):
+        model._prepare_cache_for_generation = MethodType(_prepare_cache_for_generation, model)
+    else:
+        model.__dict__.pop("_prepare_cache_for_generation", None)
+
+
+def record(model: Any) -> None:
+    """What config.json keeps, for :func:`lln.hf.load`."""
+    config, replacements = model.config, changes(model).replacements
+    if not replacements:
+        for name in ("lln", "attn_implementation"):
+            config.__dict__.pop(name, None)
+        return
+    config.lln = [
+        {"attention": done.attention, "layers": done.layers, "options": to_json(done.options)}
+        for done in replacements
+    ]
+    config.attn_implementation = LOAD_WITH
+
+
+def to_json(options: dict[str, Any]) -> dict[str, Any]:
+    """Options as config.json can hold them; α and β are among the weights."""
+    return {
+        name: dataclasses.asdict(value) if isinstance(value, MomentFit) else value
+        for name, value in options.items()
+        if name not in ("alpha", "beta")
+    }
+
+
+def from_json(options: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`to_json`."""
+    return {
+        name: MomentFit(**value) if name == "method" and isinstance(value, dict) else value
+        for name, value in options.items()
+    }
+
+
+def _prepare_cache_for_generation(
+    self: Any, generation_config: Any, model_kwargs: dict, generation_mode: Any, *args, **kwargs
+) -> Any:
+    """As the model's own, with states in the layers that can decode from one.
+
+    Assisted decoding takes tokens back, which a state cannot; it keeps all keys, and is right too.
+    """
+    given = model_kwargs.get("past_key_values") is not None
+    prepare = type(self)._prepare_cache_for_generation
+    result = prepare(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
+    takes_back = generation_mode == GenerationMode.ASSISTED_GENERATION or getattr(
+        generation_config, "is_assistant", False
+    )
+    if not given and not takes_back:
+        use_states(model_kwargs.get("past_key_values"), list(attention_modules(self).values()))
+    return result
