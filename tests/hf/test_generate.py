@@ -1,0 +1,218 @@
+"""generate() after replace and calibrate: the constant-size state equals the run without cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as hf
+
+import lln.hf
+from lln.hf import StateLayer
+from lln.hf.block import OpenBlock
+from tests.hf.tiny import DECODERS, make, padded, run, text
+
+PROMPT, NEW = 9, 7
+MECHANISMS = {"lln": {}, "lln_diag": {"diag_block": 4}}
+families = pytest.mark.parametrize("family", DECODERS)
+names = pytest.mark.parametrize("name", MECHANISMS)
+
+
+def ready(family: str, name: str, **options):
+    model = make(family)
+    lln.hf.replace(model, name, quiet=True, **{**MECHANISMS[name], **options})
+    return lln.hf.calibrate(model, [{"input_ids": text(4, 30, seed=5)}], method="entropy")
+
+
+def generate(model, **arguments):
+    """Tokens, and the logits they were chosen from."""
+    torch.manual_seed(3)
+    out = model.generate(
+        **arguments,
+        max_new_tokens=NEW,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return out.sequences, torch.stack(out.logits), out.past_key_values
+
+
+def ragged() -> dict[str, torch.Tensor]:
+    """Prompts of 14, 9 and 3 tokens, padded on the left."""
+    ids = text(3, 14)
+    lengths = torch.tensor([[14], [9], [3]])
+    return {"input_ids": ids, "attention_mask": (torch.arange(14) >= 14 - lengths).long()}
+
+
+WAYS = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 1.5},
+    "beam": {"do_sample": False, "num_beams": 3},
+    "beam_sampling": {"do_sample": True, "num_beams": 2, "num_return_sequences": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        *((family, way) for family in DECODERS for way in ("greedy", "beam")),
+        ("gpt2", "sampling"),
+        ("llama", "sampling"),
+        ("llama", "beam_sampling"),
+    ],
+)
+@names
+def test_state_equals_no_cache(family, name, way):
+    model = ready(family, name)
+    tokens, logits, cache = generate(model, **ragged(), **WAYS[way])
+    assert all(isinstance(layer, StateLayer) for layer in cache.layers)
+    expected, expected_logits, _ = generate(model, **ragged(), **WAYS[way], use_cache=False)
+    assert torch.equal(tokens, expected)
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-3, atol=1e-4)
+
+
+@names
+@families
+def test_a_dynamic_cache_of_the_user_is_right_too(family, name):
+    model = ready(family, name)
+    cache = hf.DynamicCache(config=model.config)
+    tokens, logits, used = generate(model, **ragged(), do_sample=False, past_key_values=cache)
+    assert used is cache and not any(isinstance(layer, StateLayer) for layer in cache.layers)
+    expected, expected_logits, _ = generate(model, **ragged(), do_sample=False, use_cache=False)
+    assert torch.equal(tokens, expected)
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-3, atol=1e-4)
+
+
+@names
+@families
+def test_left_padding_changes_nothing(family, name):
+    model, ids = ready(family, name), text(2, PROMPT)
+    _, alone, _ = generate(model, input_ids=ids, do_sample=False)
+    _, logits, _ = generate(model, **padded(ids, 5, "left"), do_sample=False)
+    torch.testing.assert_close(logits, alone, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8])
+@names
+def test_a_prompt_may_be_read_in_pieces(name, chunk):
+    model = ready("llama", name)
+    _, whole, _ = generate(model, **ragged(), do_sample=False)
+    _, logits, cache = generate(model, **ragged(), do_sample=False, prefill_chunk_size=chunk)
+    assert isinstance(cache.layers[0], StateLayer)
+    torch.testing.assert_close(logits, whole, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options", [{"mix": "learned"}, {"normalize_keys": True}, {"learn_scale": True}], ids=str
+)
+def test_options_hold_while_decoding(options):
+    model = ready("llama", "lln_diag", **options)
+    for label, parameter in model.named_parameters():
+        if ".lln." in label:
+            parameter.data.uniform_(-1, 1)
+    _, logits, _ = generate(model, **ragged(), do_sample=False)
+    _, expected, _ = generate(model, **ragged(), do_sample=False, use_cache=False)
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_layers_of_softmax_beside_states():
+    model = make("llama")
+    lln.hf.replace(model, "lln_diag", layers=[1], diag_block=4, quiet=True)
+    lln.hf.calibrate(model, [{"input_ids": text(4, 30, seed=5)}])
+    _, logits, cache = generate(model, **ragged(), do_sample=False)
+    assert [isinstance(layer, StateLayer) for layer in cache.layers] == [False, True]
+    _, expected, _ = generate(model, **ragged(), do_sample=False, use_cache=False)
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
+
+
+@names
+def test_the_state_does_not_grow(name):
+    """Bytes held after 5 and after 30 tokens are the same."""
+    model = ready("llama", name)
+
+    def held(tokens: int) -> int:
+        out = model.generate(
+            text(1, 3), max_new_tokens=tokens, do_sample=False, return_dict_in_generate=True
+        )
+        layer = out.past_key_values.layers[0]
+        parts = [layer.state.log_mass, layer.state.mean]
+        parts += [] if layer.block is None else [layer.block.k, layer.block.v, layer.block.valid]
+        return sum(part.untyped_storage().nbytes() for part in parts)
+
+    assert held(30) == held(5) > 0
+
+
+def test_a_conversation_goes_on_from_its_state():
+    """A second call continues where the first stopped."""
+    model, ids = ready("llama", "lln_diag"), text(1, PROMPT)
+    options = {"do_sample": False, "max_new_tokens": 5, "return_dict_in_generate": True}
+    first = model.generate(ids, **options)
+    more = torch.cat([first.sequences, text(1, 3, seed=8)], 1)
+    second = model.generate(more, **options, past_key_values=first.past_key_values)
+    assert torch.equal(second.sequences, model.generate(more, **options).sequences)
+
+
+def test_half_precision():
+    model = ready("llama", "lln_diag").to(torch.bfloat16)
+    _, logits, _ = generate(model, **ragged(), do_sample=False)
+    assert logits.isfinite().all()
+
+
+def test_assisted_decoding_keeps_all_keys():
+    model = ready("llama", "lln_diag")
+    ids = text(1, PROMPT)
+    expected = model.generate(ids, do_sample=False, max_new_tokens=6)
+    assistant = make("llama")
+    got = model.generate(ids, do_sample=False, max_new_tokens=6, assistant_model=assistant)
+    assert torch.equal(got, expected)
+
+
+def test_a_state_cannot_take_tokens_back():
+    model = ready("llama", "lln")
+    _, _, cache = generate(model, **ragged(), do_sample=False)
+    with pytest.raises(ValueError, match=r"cannot forget its last 2 tokens.*DynamicCache"):
+        cache.crop(-2)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+
+
+def test_an_interrupted_call_is_named_once():
+    model = ready("llama", "lln")
+    core = model.model.layers[0].self_attn.lln
+    layer = StateLayer(core)
+    layer.update(*torch.randn(2, 1, 2, 3, 8))
+    with pytest.raises(RuntimeError, match=r"layer 0 .* changed its keys"):
+        run(model, input_ids=text())
+    assert run(model, input_ids=text()).isfinite().all()
+
+
+def test_uncalibrated_models_are_named():
+    model = make("llama")
+    lln.hf.replace(model, "lln_diag", quiet=True)
+    message = r"layer 0 \(model.layers.0.self_attn\) of LlamaForCausalLM has no calibrated"
+    with pytest.raises(ValueError, match=message):
+        model.generate(text(), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("pieces", [(13,), (1,) * 13, (2, 5, 6), (6, 1, 6), (3, 1, 1, 8)], ids=str)
+def test_open_blocks_equal_one_pass(pieces):
+    """Blocks counted from the first real token, whatever the pieces; masked tokens in between."""
+    from lln.hf.padding import from_first_token
+    from lln.ops.block_diagonal import block_diagonal
+
+    q = torch.randn(4, 4, 13, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 4, 2, 13, 8, dtype=torch.float64)
+    mask = torch.arange(13) >= torch.tensor([[0], [2], [7], [13]])
+    mask[1, 5] = False
+
+    def plain(q, k, v, key_mask):
+        return block_diagonal(q, k, v, block=3, scale=0.5, key_mask=key_mask, is_causal=True)
+
+    expected = from_first_token(plain, q, k, v, mask)
+    block, outputs = OpenBlock.empty(k, v, 3), []
+    for piece in zip(*(x.split(pieces, 2) for x in (q, k, v)), mask.split(pieces, 1), strict=True):
+        outputs.append(block.attend(*piece, scale=0.5))
+        block = block.append(*piece[1:])
+    got = torch.cat(outputs, 2)
+    real = mask[:, None, :, None].expand_as(got)
+    torch.testing.assert_close(got[real], expected[real])
+    assert got.isfinite().all()
