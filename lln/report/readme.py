@@ -72,7 +72,7 @@ def speed(results: Path) -> str:
     words = (
         f"Median milliseconds of a forward call, {shape}, α and β given. LLN's time grows as "
         f"N^{growth['time']:.2f}{memory} between N = {growth['from']:,} and {growth['to']:,}. "
-        f"({origin(first)}, {content['date']})"
+        f"({first['configuration']}; {origin(first)}, {content['date']})"
     )
     return f"{markdown_table(names, lines)}\n\n{words}"
 
@@ -111,17 +111,18 @@ def concentration(results: Path) -> str:
 
 
 NOTHING_YET = "*No rows in `results/` yet.*"
-BLOCKS: dict[str, Callable[[Path], str]] = {"speed": speed, "concentration": concentration}
+Blocks = Mapping[str, Callable[[Path], str]]
+BLOCKS: Blocks = {"speed": speed, "concentration": concentration}
 
 
-def rewrite(text: str, results: Path) -> str:
-    """The README with every measured block made anew."""
+def rewrite(text: str, results: Path, blocks: Blocks = BLOCKS) -> str:
+    """A page with every measured block made anew."""
 
     def block(match: re.Match[str]) -> str:
         name = match[1]
-        if name not in BLOCKS:
-            raise ValueError(f"unknown measured block {name!r}; there are {', '.join(BLOCKS)}")
-        return f"<!-- measured: {name} -->\n{BLOCKS[name](results)}\n<!-- end -->"
+        if name not in blocks:
+            raise ValueError(f"unknown measured block {name!r}; there are {', '.join(blocks)}")
+        return f"<!-- measured: {name} -->\n{blocks[name](results)}\n<!-- end -->"
 
     return re.sub(r"<!-- measured: (\w+) -->\n.*?<!-- end -->", block, text, flags=re.S)
 
