@@ -106,9 +106,11 @@ class Reformer(TokenMixer):
         """Tokens of each chunk, those of the chunk before and its own, and which of these exist."""
         tokens = order.shape[-1]
         own = F.pad(order, (0, -tokens % self.chunk)).unflatten(-1, (-1, self.chunk))
-        there = torch.arange(own.shape[-2] * self.chunk, device=order.device) < tokens
-        there = there.view(own.shape[-2:]).expand_as(own)
-        around, there = (torch.cat([_before(x), x], dim=-1) for x in (own, there))
+        around = torch.cat([_before(own), own], dim=-1)
+        place = torch.arange(own.shape[-2] * self.chunk, device=order.device)
+        place = place.view(own.shape[-2:])
+        place = torch.cat([place - self.chunk, place], dim=-1)  # negative before the first chunk
+        there = ((place >= 0) & (place < tokens)).expand_as(around)
         return own, around, there
 
     def _times_met(self, buckets: Tensor, chunks: Tensor, own: Tensor, around: Tensor) -> Tensor:
