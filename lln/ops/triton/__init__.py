@@ -26,6 +26,7 @@ _MODULES = {
     "summarize": "state",
     "read": "state",
     "standard_deviations": "statistics",
+    "varlen": "_varlen",
 }
 WIDTHS = (16, 32, 48, 64, 80, 96, 128, 256)
 

@@ -20,6 +20,29 @@ FLOOR = tl.constexpr(-3.0e38)
 
 
 @jit
+def locate(PLAN, CU, heads, tokens):
+    """(sample, head, part, first row, tokens of the sample, index of this program's part).
+
+    Padded batches have a grid (parts, samples · heads). Packed sequences have a grid (items, heads)
+    and a plan: the sequence of each item, then the first item of each sequence. Items beyond the
+    last sequence lie behind its end, so they find nothing to do.
+    """
+    if PLAN is None:
+        part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        b, h = head // heads, head % heads
+        first = b * 0
+        index = head * tl.num_programs(0) + part
+    else:
+        item, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        b = tl.load(PLAN + item).to(tl.int64)
+        part = item - tl.load(PLAN + tl.num_programs(0) + b)
+        first = tl.load(CU + b).to(tl.int64)
+        tokens = (tl.load(CU + b + 1) - first).to(tl.int32)
+        index = h * tl.num_programs(0) + item
+    return b, h, part, first, tokens, index
+
+
+@jit
 def dot(a, b):
     """a @ b accumulated in float32; float32 operands as three TF32 terms each, nothing is lost."""
     return tl.dot(a, b, input_precision="tf32x3")

@@ -78,7 +78,7 @@ def summarize_parts(
     parts = floats(k, b * heads, count, d * (e + 2))
     with on_device(k):
         summarize_kernel[(count, b * heads, triton.cdiv(e, block))](
-            k, v, beta, key_mask, parts,
+            k, v, beta, key_mask, parts, None, None,
             *strides(k), *strides(v), *beta.stride(), mask_stride(key_mask), heads, keys, span,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows,
             FULL=keys % t.rows == 0 and span % t.rows == 0, HAS_MASK=key_mask is not None,
@@ -93,7 +93,7 @@ def merge(parts: Tensor, count: int, state: Merged, *, natural: bool = False) ->
     block = min(padded(e), 128)
     with on_device(parts):
         merge_kernel[(b * heads, triton.cdiv(d, 4), triton.cdiv(e, block))](
-            parts, *state, count,
+            parts, *state, None, 0, heads, count,
             D=d, E=e, BD=4, BE=block, MANY=8, NATURAL=natural, num_warps=4,
         )  # fmt: skip
 
@@ -111,8 +111,9 @@ def read(
     lse = empty_lse(q) if save else None
     with on_device(q):
         read_kernel[(pieces, b * heads, triton.cdiv(e, block))](
-            q, out, lse, alpha, parts, *(state or (None, None, None)),
-            *strides(q), *strides(out), *alpha.stride(),
+            q, out, lse, alpha, parts, *(state or (None, None, None)), None, None,
+            *strides(q), *strides(out), *((0, 0) if lse is None else lse.stride()[:2]),
+            *alpha.stride(),
             heads, heads // kv_heads, queries, span, count,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=queries % t.rows == 0,
             NATURAL=natural, PRECISE=precise(q), SAVE=save,
@@ -139,7 +140,7 @@ def read_backward(
     with on_device(q):
         read_backward_kernel[(pieces, b * heads, triton.cdiv(e, block))](
             q, dout, lse, alpha, mix, log_mass, mean, None if parts_only else dq, parts, slopes,
-            *strides(q), *strides(dout), *strides(dq), lse.stride(1),
+            None, None, *strides(q), *strides(dout), *strides(dq), *lse.stride()[:2],
             *alpha.stride(),
             heads, group, queries, span, share,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=queries % t.rows == 0,
@@ -155,7 +156,7 @@ def merge_gradients(parts: Tensor) -> Tensor:
     total = parts.new_empty((heads, 1, size))
     with on_device(parts):
         merge_gradients_kernel[(heads, triton.cdiv(size, 256))](
-            parts, total, count, size, BLOCK=256, MANY=8, num_warps=4
+            parts, total, None, 0, 1, 1, count, size, BLOCK=256, MANY=8, num_warps=4
         )
     return total
 
@@ -179,7 +180,7 @@ def summarize_backward(
     slopes = floats(k, b, heads, pieces) if need_beta else None
     with on_device(k):
         summarize_backward_kernel[(pieces, b * heads)](
-            k, v, beta, key_mask, norm, parts, dk, dv, slopes,
+            k, v, beta, key_mask, norm, parts, dk, dv, slopes, None, None,
             *strides(k), *strides(v), *strides(dk), *strides(dv), *beta.stride(),
             mask_stride(key_mask), heads, keys, span, parts.shape[1],
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows,

@@ -26,6 +26,7 @@ from lln.ops.triton.features import (
     jit,
     load_parts,
     load_tile,
+    locate,
     normalized,
     store_tile,
 )
@@ -121,12 +122,16 @@ def read_kernel(
     LOG_MASS,
     MEAN,
     NORM,
+    PLAN,
+    CU,
     q_batch,
     q_head,
     q_row,
     out_batch,
     out_head,
     out_row,
+    lse_batch,
+    lse_head,
     alpha_batch,
     alpha_head,
     heads,
@@ -150,17 +155,18 @@ def read_kernel(
     program merges for itself; then the first program of each key head stores the merged state.
     SAVE asks for LSE, which the backward pass needs.
     """
-    part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    b, h = head // heads, head % heads
-    Q += b * q_batch + h * q_head
-    OUT += b * out_batch + h * out_head
+    total = queries
+    b, h, part, first, queries, _ = locate(PLAN, CU, heads, queries)
+    kv_head = (b * heads + h) // group
+    Q += b * q_batch + h * q_head + first * q_row
+    OUT += b * out_batch + h * out_head + first * out_row
     scale = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32) * LOG2E
     rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
     values = tl.program_id(2) * BE + tl.arange(0, BE)
     if SAVE:
-        LSE += head * queries * (2 if PRECISE else 1)
+        LSE += b * lse_batch + h * lse_head + first
     log_mass, mean = take_state(
-        PARTS, LOG_MASS, MEAN, NORM, head // group, count, part == 0 and head % group == 0,
+        PARTS, LOG_MASS, MEAN, NORM, kv_head, count, part == 0 and h % group == 0,
         features, values, D, E, BD, BE, NATURAL, SAVE,
     )  # fmt: skip
     mean = mean.to(Q.dtype.element_ty)
@@ -176,7 +182,7 @@ def read_kernel(
         out = dot(p.to(mean.dtype), mean) * (1.0 / tl.where(weight == 0.0, 1.0, weight))[:, None]
         store_tile(OUT, out_row, start, end, out, rows, values, E, BE, FULL)
         if SAVE and tl.program_id(2) == 0:
-            store_lse(LSE, queries, start, end, rows, top, weight, PRECISE)
+            store_lse(LSE, total, start, end, rows, top, weight, PRECISE)
 
 
 @jit
@@ -191,6 +197,8 @@ def read_backward_kernel(
     DQ,
     PARTS,
     DALPHA,
+    PLAN,
+    CU,
     q_batch,
     q_head,
     q_row,
@@ -200,6 +208,7 @@ def read_backward_kernel(
     dq_batch,
     dq_head,
     dq_row,
+    lse_batch,
     lse_head,
     alpha_batch,
     alpha_head,
@@ -222,18 +231,19 @@ def read_backward_kernel(
     Without DQ only the parts: LLN+Diag writes dq elsewhere. The parts are weighed by ``share``, or
     by MIX per head.
     """
-    part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    b, h = head // heads, head % heads
-    Q += b * q_batch + h * q_head
-    DOUT += b * dout_batch + h * dout_head
+    tokens = queries
+    b, h, part, first, queries, index = locate(PLAN, CU, heads, queries)
+    kv_head = (b * heads + h) // group
+    Q += b * q_batch + h * q_head + first * q_row
+    DOUT += b * dout_batch + h * dout_head + first * dout_row
     if DQ is not None:
-        DQ += b * dq_batch + h * dq_head
-    LSE += head * lse_head
+        DQ += b * dq_batch + h * dq_head + first * dq_row
+    LSE += b * lse_batch + h * lse_head + first
     alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32)
     rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
     mine = tl.program_id(2) * BE + tl.arange(0, BE)  # the value block whose dM this program sums
-    log_mass = load_log_mass(LOG_MASS, head // group, features, D, NATURAL)
-    mean = load_mean(MEAN, head // group, features, mine, D, E).to(Q.dtype.element_ty)
+    log_mass = load_log_mass(LOG_MASS, kv_head, features, D, NATURAL)
+    mean = load_mean(MEAN, kv_head, features, mine, D, E).to(Q.dtype.element_ty)
     eye = identity(BD, Q.dtype.element_ty)
 
     dmean = tl.zeros([BD, BE], tl.float32)
@@ -244,14 +254,14 @@ def read_backward_kernel(
         q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
         dout = load_tile(DOUT, dout_row, start, end, rows, mine, E, BE, FULL)
         x = as_float(q, eye) * (alpha * LOG2E) + log_mass[None, :]
-        p = tl.exp2(minus_lse(x, LSE, queries, start, end, rows, 0.0, PRECISE))
+        p = tl.exp2(minus_lse(x, LSE, tokens, start, end, rows, 0.0, PRECISE))
         if E <= BE:
             g = dot(dout, tl.trans(mean))
         else:
             g = tl.zeros([ROWS, BD], tl.float32)
             for block in range(0, E, BE):
                 values = block + tl.arange(0, BE)
-                other_mean = load_mean(MEAN, head // group, features, values, D, E)
+                other_mean = load_mean(MEAN, kv_head, features, values, D, E)
                 other_dout = load_tile(DOUT, dout_row, start, end, rows, values, E, BE, FULL)
                 g = dot_add(other_dout, tl.trans(other_mean.to(mean.dtype)), g)
         delta = tl.sum(p * g, axis=1)
@@ -266,7 +276,6 @@ def read_backward_kernel(
 
     if MIX is not None:
         share = tl.load(MIX + h).to(tl.float32)
-    index = head * tl.num_programs(0) + part
     base = PARTS + index * (D * E + D)
     inside = features < D
     block = inside[:, None] & (mine < E)[None, :]

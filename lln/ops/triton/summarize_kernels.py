@@ -26,6 +26,7 @@ from lln.ops.triton.features import (
     identity,
     jit,
     load_tile,
+    locate,
     log_softmax,
     normalized,
     store_tile,
@@ -39,6 +40,8 @@ def summarize_kernel(
     BETA,
     MASK,
     PARTS,
+    PLAN,
+    CU,
     k_batch,
     k_head,
     k_row,
@@ -61,10 +64,11 @@ def summarize_kernel(
     NORMALIZE: tl.constexpr,
 ):
     """PARTS[head, part] = (sum, peak, mass) of keys part·span … (part + 1)·span."""
-    part, head = tl.program_id(0), tl.program_id(1)
-    b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
-    K += b * k_batch + h * k_head
-    V += b * v_batch + h * v_head
+    b, h, part, first, keys, index = locate(PLAN, CU, heads, keys)
+    K += b * k_batch + h * k_head + first * k_row
+    V += b * v_batch + h * v_head + first * v_row
+    if HAS_MASK:
+        MASK += b * mask_batch + first
     scale = tl.load(BETA + b * beta_batch + h * beta_head).to(tl.float32) * LOG2E
     rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
     values = tl.program_id(2) * BE + tl.arange(0, BE)
@@ -84,7 +88,7 @@ def summarize_kernel(
         if HAS_MASK or not FULL:
             keep = rows < end - start
             if HAS_MASK:
-                keep = tl.load(MASK + b * mask_batch + start + rows, mask=keep, other=0) != 0
+                keep = tl.load(MASK + start + rows, mask=keep, other=0) != 0
                 v = tl.where(keep[:, None], v, 0.0)
             x = tl.where(keep[None, :], x, float("-inf"))
         top = tl.maximum(peak, tl.max(x, axis=1))
@@ -94,7 +98,7 @@ def summarize_kernel(
         total = dot_add(p.to(v.dtype), v, total * shrink[:, None])
         peak = top
 
-    base = PARTS + (head.to(tl.int64) * tl.num_programs(0) + part) * (D * E + 2 * D)
+    base = PARTS + index * (D * E + 2 * D)
     inside = features < D
     tl.store(
         base + features[:, None] * E + values[None, :],
@@ -107,11 +111,25 @@ def summarize_kernel(
 
 
 @jit
+def parts_of_head(PLAN, b, h, head, items, count):
+    """(index of the first part, number of parts) of head h of sample b; see :func:`locate`."""
+    offset = head * count
+    if PLAN is not None:
+        first = tl.load(PLAN + items + b)
+        offset = h * items + first
+        count = tl.load(PLAN + items + b + 1) - first
+    return offset, count
+
+
+@jit
 def merge_kernel(
     PARTS,
     LOG_MASS,
     MEAN,
     NORM,
+    PLAN,
+    items,
+    heads,
     count,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -122,6 +140,7 @@ def merge_kernel(
 ):
     """LOG_MASS, MEAN and NORM of BD features of one head from its parts, MANY parts at a time."""
     head = tl.program_id(0).to(tl.int64)
+    offset, count = parts_of_head(PLAN, head // heads, head % heads, head, items, count)
     features = tl.program_id(1) * BD + tl.arange(0, BD)
     values = tl.program_id(2) * BE + tl.arange(0, BE)
     inside = features < D
@@ -131,7 +150,7 @@ def merge_kernel(
     total = tl.zeros([BD, BE], tl.float32)
     for start in range(0, count, MANY):
         part = start + tl.arange(0, MANY)
-        base = PARTS + (head * count + part) * (D * E + 2 * D)
+        base = PARTS + (offset + part) * (D * E + 2 * D)
         some = (part < count)[:, None] & inside[None, :]
         vectors = base[:, None] + D * E + features[None, :]
         peaks = tl.load(vectors, mask=some, other=FLOOR)
@@ -157,20 +176,27 @@ def merge_kernel(
 def merge_gradients_kernel(
     PARTS,
     OUT,
+    PLAN,
+    items,
+    heads,
+    group,
     count,
     size,
     BLOCK: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """OUT[head] = Σ of ``count`` consecutive parts of ``size`` numbers, MANY parts at a time."""
+    """OUT[key head] = Σ of the parts, ``size`` numbers each, of its ``group`` query heads."""
     head = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, count, MANY):
-        part = start + tl.arange(0, MANY)
-        pointers = PARTS + (head * count + part)[:, None] * size + column[None, :]
-        some = (part < count)[:, None] & (column < size)[None, :]
-        total += tl.sum(tl.load(pointers, mask=some, other=0.0), axis=0)
+    for member in range(group):
+        query, h = head * group + member, head % heads * group + member
+        offset, parts = parts_of_head(PLAN, head // heads, h, query, items, count)
+        for start in range(0, parts, MANY):
+            part = start + tl.arange(0, MANY)
+            pointers = PARTS + (offset + part)[:, None] * size + column[None, :]
+            some = (part < parts)[:, None] & (column < size)[None, :]
+            total += tl.sum(tl.load(pointers, mask=some, other=0.0), axis=0)
     tl.store(OUT + head * size + column, total, mask=column < size)
 
 
@@ -209,6 +235,8 @@ def summarize_backward_kernel(
     DK,
     DV,
     DBETA,
+    PLAN,
+    CU,
     k_batch,
     k_head,
     k_row,
@@ -242,12 +270,14 @@ def summarize_backward_kernel(
     exp(β k − peak) ≤ 1 keeps its bits in float16 whatever the number of keys; the factor
     exp(peak − L) = 1 / mass goes into dM and g, where it is applied once per program.
     """
-    part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    b, h = head // heads, head % heads
-    K += b * k_batch + h * k_head
-    V += b * v_batch + h * v_head
-    DK += b * dk_batch + h * dk_head
-    DV += b * dv_batch + h * dv_head
+    b, h, part, first, keys, index = locate(PLAN, CU, heads, keys)
+    head = b * heads + h
+    K += b * k_batch + h * k_head + first * k_row
+    V += b * v_batch + h * v_head + first * v_row
+    DK += b * dk_batch + h * dk_head + first * dk_row
+    DV += b * dv_batch + h * dv_head + first * dv_row
+    if HAS_MASK:
+        MASK += b * mask_batch + first
     beta = tl.load(BETA + b * beta_batch + h * beta_head).to(tl.float32)
     rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
     inside = features < D
@@ -273,7 +303,7 @@ def summarize_backward_kernel(
         if HAS_MASK or not FULL:
             keep = rows < end - start
             if HAS_MASK:
-                keep = tl.load(MASK + b * mask_batch + start + rows, mask=keep, other=0) != 0
+                keep = tl.load(MASK + start + rows, mask=keep, other=0) != 0
             x = tl.where(keep[:, None], x, float("-inf"))
         p = tl.exp2(x - peak[None, :])
         ph = p.to(dtype)
@@ -285,9 +315,9 @@ def summarize_backward_kernel(
             store_tile(DV, dv_row, start, end, dot(ph, weight), rows, values, E, BE, FULL)
             gradient = dot_add(v, tl.trans(weight), gradient)
         else:
-            for first in range(0, E, BE):
+            for column in range(0, E, BE):
                 # with several value blocks the gradient parts are already merged: count == 1
-                block = first + values
+                block = column + values
                 dmean, _ = load_gradients(PARTS, head, 1, features, block, D, E, BD, BE)
                 weight = (dmean * shrink[:, None]).to(dtype)
                 v = load_tile(V, v_row, start, end, rows, block, E, BE, FULL)
@@ -305,4 +335,4 @@ def summarize_backward_kernel(
             slope += gradient * clean
         store_tile(DK, dk_row, start, end, gradient * beta, rows, features, D, BD, FULL)
     if DBETA is not None:
-        tl.store(DBETA + head * tl.num_programs(0) + part, tl.sum(slope))
+        tl.store(DBETA + index, tl.sum(slope))
