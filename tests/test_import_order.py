@@ -81,7 +81,6 @@ EXTRAS_AT_THE_TOP = {
     "bench/cpu.py": {"rich"},
     "bench/gpu.py": {"rich"},
     "bench/zoo.py": {"rich"},
-    "bench/zoo.py": {"rich"},
     "demo/run.py": {"rich"},
     "inspection/run.py": {"rich"},
     "figures/run.py": {"rich"},
