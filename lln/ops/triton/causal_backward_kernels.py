@@ -35,6 +35,7 @@ from lln.ops.triton.features import (
     as_float_transposed,
     dot,
     dot_add,
+    dot_factors,
     identity,
     jit,
     load_tile,
@@ -118,7 +119,7 @@ def causal_dq_kernel(
     masked: tl.constexpr = HAS_MASK or not FULL
     eye = identity(BD, dtype)
     below = rows[:, None] >= rows[None, :]
-    triangle = below.to(WIDE)
+    triangle = below.to(tl.float32)
     begin = segment * span
     end = tl.minimum(begin + span, tokens)
 
@@ -146,10 +147,12 @@ def causal_dq_kernel(
         x = as_float(q, eye) * (alpha * LOG2E) + top[None, :]
         a = tl.exp2(minus_lse(x, LSE, tokens, start, end, rows, 0.0, PRECISE))
         products = tl.where(below, dot(dout, tl.trans(v)), 0.0)
-        keys = tl.trans(factors.to(WIDE))
+        keys = tl.trans(factors)
         carried = a * (mass * shrink)[None, :]
-        first = a * dot(products.to(WIDE), keys) + carried * dot(dout, tl.trans(mean.to(dtype)))
-        weights = a * dot(triangle, keys) + carried
+        first = a * dot_factors(products, keys, WIDE, PRECISE) + carried * dot(
+            dout, tl.trans(mean.to(dtype))
+        )
+        weights = a * dot_factors(triangle, keys, WIDE, PRECISE) + carried
         delta = tl.sum(first, axis=1)
         gradient = first - delta[:, None] * weights
         if DALPHA is not None:
@@ -438,13 +441,13 @@ def causal_dkdv_kernel(
         if masked:
             c = tl.where(keep[:, None], c, 0.0)
         above = rows[:, None] <= rows[None, :]  # key row, query column
-        scores = tl.where(above, dot(c.to(WIDE), factors.to(WIDE)), 0.0)
+        scores = tl.where(above, dot_factors(c, factors, WIDE, PRECISE), 0.0)
         carried = c * (mass * shrink)[None, :]
         dv = dot(scores.to(dtype), dout)
         dv = dot_add(carried.to(dtype), mean.to(dtype), dv)
         store_tile(DV, dv_row, start, end, dv, rows, values, E, BE, FULL)
         products = tl.where(above, dot(v, tl.trans(dout)) - delta[None, :], 0.0)
-        gradient = c * dot(products.to(WIDE), tl.trans(factors.to(WIDE)))
+        gradient = c * dot_factors(products, tl.trans(factors), WIDE, PRECISE)
         gradient += carried * (dot(v, tl.trans(mean.to(dtype))) - mean_delta[None, :])
         if NORMALIZE:
             gradient -= tl.exp2(x) * tl.sum(gradient, axis=1)[:, None]

@@ -25,6 +25,7 @@ from lln.ops.triton.features import (
     as_float_transposed,
     dot,
     dot_add,
+    dot_factors,
     identity,
     jit,
     load_parts,
@@ -356,7 +357,7 @@ def causal_kernel(
         x = as_float(q, eye) * alpha + top[None, :]
         highest = tl.max(x, axis=1)
         a = tl.exp2(x - highest[:, None])
-        scores = dot(a.to(WIDE), factors.to(WIDE))
+        scores = dot_factors(a, factors, WIDE, PRECISE)
         scores = tl.where(rows[:, None] >= rows[None, :], scores, 0.0)
         carried = a * (mass * shrink)[None, :]
         weight = tl.sum(scores, axis=1) + tl.sum(carried, axis=1)

@@ -55,6 +55,20 @@ def dot_add(a, b, total):
 
 
 @jit
+def dot_factors(a, b, WIDE: tl.constexpr, PRECISE: tl.constexpr):
+    """a @ b of exponential factors in WIDE, which has the exponents of float32.
+
+    For float16 inputs that is TF32, which has also their precision; for float32 (PRECISE) three
+    TF32 terms.
+    """
+    if PRECISE:
+        product = tl.dot(a, b, input_precision="tf32x3")
+    else:
+        product = tl.dot(a.to(WIDE), b.to(WIDE), input_precision="tf32")
+    return product
+
+
+@jit
 def identity(WIDTH: tl.constexpr, dtype: tl.constexpr):
     """The matrix that :func:`as_float` multiplies by."""
     index = tl.arange(0, WIDTH)

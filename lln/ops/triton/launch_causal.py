@@ -35,11 +35,12 @@ class Given(NamedTuple):
 
 
 def wide_dtype(q: Tensor) -> tl.dtype:
-    """Dtype of the exponential factors: the exponents of float32, tensor-core speed.
+    """Dtype of the exponential factors: the exponents of float32, the digits of the input.
 
-    Triton's interpreter has no dot of bfloat16.
+    bfloat16 has both; float32 factors of float16 inputs are multiplied in TF32. Triton's
+    interpreter has no dot of bfloat16.
     """
-    return tl.float32 if q.dtype == torch.float32 or not q.is_cuda else tl.bfloat16
+    return tl.bfloat16 if q.dtype == torch.bfloat16 and q.is_cuda else tl.float32
 
 
 def empty_before(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
