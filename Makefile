@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-gpu check format bench readme fuzz clean
+.PHONY: help install demo test test-slow test-shapes test-gpu check format bench readme fuzz clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -40,6 +40,13 @@ test: install  ## all fast tests
 
 test-slow: install  ## the tests that take minutes of computation
 	$(PYTEST) -m 'slow and not gpu'
+
+# Under the checks of annotations torch.compile cannot trace, kernels cannot be read as source, and
+# bad input is caught before our own messages: those tests are left out here.
+test-shapes: install  ## the tests of ops and modules with every shape annotation checked
+	$(PYTEST) --jaxtyping-packages=lln,beartype.beartype -k 'not compile and not refuse and not bad' \
+	  --ignore=tests/ops/triton tests/ops tests/nn/test_attention.py tests/nn/test_running.py \
+	  tests/nn/test_dropout.py
 
 test-gpu:  ## the tests that need a CUDA device
 	$(ANY_PYTHON) -m pytest -m gpu
