@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lln import moments
 from lln.instruments.bias import column_bias, mutual_information
 from lln.instruments.concentration import measure
 from lln.instruments.entropy import effective_tokens, entropy, renyi2_entropy
-from lln.instruments.heads import build_head
 from lln.instruments.spectral_gap import (
     DENSE_LIMIT,
     CausalMatrixWarning,
@@ -28,6 +27,7 @@ from lln.instruments.spectral_gap import (
     spectral_gap,
 )
 from lln.instruments.temperature import temperature
+from lln.instruments.tokens import tokens_taking_part
 from lln.instruments.variance import log_variance
 from lln.ops.bidirectional import bidirectional
 from lln.ops.block_diagonal import block_diagonal
@@ -36,6 +36,9 @@ from lln.ops.reference import repeat_heads
 from lln.protocols import compute_dtype
 
 MEASURABLE = ("softmax", "lln")
+SPECTRAL = {"spectral_gap", "centred_singular_value"}
+FEW_TOKENS = 96
+MATRIX_ENTRIES = 2**22  # of attention matrices alive at a time
 OF_THE_MATRIX = {
     "entropy": entropy,
     "spectral_gap": spectral_gap,
@@ -125,47 +128,70 @@ class AttentionCall:
     def measured(
         self, measures: Sequence[str], *, rows: int | None = None
     ) -> dict[str, Float[Tensor, "S H"]]:
-        """The named measures of :func:`lln.instruments.measure`; NaN where they do not exist."""
+        """The named measures of :func:`lln.instruments.measure`; NaN where they do not exist.
+
+        Where launching operations costs more than running them (a GPU up to 1024 tokens, a CPU up
+        to 96), measures without a spectrum are read off the matrices of many heads at once.
+        Elsewhere :func:`~lln.instruments.measure` does it, with ``rows`` sampled rows.
+        """
         if self.kernel not in MEASURABLE or self.unreadable:
             return {name: self.q.new_full(self.q.shape[:2], math.nan) for name in measures}
-        if self.bias is None and self.softcap is None:
-            found = measure(
-                self.q,
-                self.k,
-                kernel=self.kernel,
-                alpha=self.alpha,
-                beta=self.beta,
-                normalize_keys=self.normalize_keys,
-                key_mask=self.key_mask,
-                is_causal=self.is_causal,
-                rows=rows,
-                measures=measures,
-            )
-            return {name: getattr(found, name) for name in measures}
-        values = torch.full((len(measures), *self.q.shape[:2]), math.nan)
-        if max(self.q.shape[2], self.k.shape[2]) <= DENSE_LIMIT:
-            for sample in range(self.q.shape[0]):
-                values[:, sample] = self._measured_densely(sample, measures)
-        return dict(zip(measures, values, strict=True))
+        tokens_taking_part(self.q, self.k, self.keys, self.tokens)  # explains what is not finite
+        short = max(self.q.shape[2], self.k.shape[2]) <= DENSE_LIMIT
+        needs_matrix = self.bias is not None or self.softcap is not None
+        few = short and (self.q.is_cuda or max(self.q.shape[2], self.k.shape[2]) <= FEW_TOKENS)
+        if needs_matrix or (few and SPECTRAL.isdisjoint(measures)):
+            values = torch.full((len(measures), *self.q.shape[:2]), math.nan)
+            for sample in range(self.q.shape[0] if short else 0):
+                for heads in torch.arange(self.heads).split(self._heads_at_once):
+                    values[:, sample, heads] = self._read_off(sample, heads, measures)
+            return dict(zip(measures, values, strict=True))
+        found = measure(
+            self.q,
+            self.k,
+            kernel=self.kernel,
+            alpha=self.alpha,
+            beta=self.beta,
+            normalize_keys=self.normalize_keys,
+            key_mask=self.key_mask,
+            is_causal=self.is_causal,
+            rows=rows,
+            measures=measures,
+        )
+        return {name: getattr(found, name).cpu() for name in measures}
 
-    def _measured_densely(self, sample: int, measures: Sequence[str]) -> Float[Tensor, "m H"]:
-        p = self.matrix(sample)
-        values = torch.full((len(measures), self.heads), math.nan)
+    @property
+    def _heads_at_once(self) -> int:
+        return max(1, MATRIX_ENTRIES // (self.q.shape[2] * self.k.shape[2]))
+
+    def _read_off(
+        self, sample: int, heads: Int[Tensor, " h"], measures: Sequence[str]
+    ) -> Float[Tensor, "m h"]:
+        p = self.matrix(sample, heads)
+        values = torch.full((len(measures), len(heads)), math.nan)
+        if p.numel() == 0:
+            return values
         for index, name in enumerate(measures):
             if name == "entropy_se":
                 values[index] = 0
             elif name == "temperature":
-                q, k = (x[sample, None] for x in (self.q, self.k))
-                masks = {"key_mask": self.keys[sample, None]}
-                masks["query_mask"] = self.tokens[sample, None]
-                values[index] = temperature(q, k, target="measured", **masks)[0].cpu()
+                values[index] = self._temperature(sample, heads, p).cpu()
             elif name != "spectral_gap" or p.shape[-1] == p.shape[-2]:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", CausalMatrixWarning)
                     values[index] = OF_THE_MATRIX[name](p).cpu()
         return values
 
-    def matrix(self, sample: int) -> Float[Tensor, "H n m"]:
+    def _temperature(self, sample: int, heads: Tensor, p: Tensor) -> Float[Tensor, " h"]:
+        """As :func:`~lln.instruments.measure` defines it for the kernel."""
+        if self.kernel == "lln":
+            return log_variance(p).rsqrt()
+        k = repeat_heads(self.k[sample, None], self.heads)
+        masks = {"key_mask": self.keys[sample, None], "query_mask": self.tokens[sample, None]}
+        q = self.q[sample, None, heads]
+        return temperature(q, k[:, heads], target="measured", **masks)[0]
+
+    def matrix(self, sample: int, heads: Int[Tensor, " h"] | None = None) -> Float[Tensor, "h n m"]:
         """P of one sample over the queries and keys that count; for an LLN+Diag head, of LLN.
 
         Rows of queries that see nothing are left out.
@@ -173,35 +199,35 @@ class AttentionCall:
         if self.kernel not in MEASURABLE or self.unreadable:
             reason = self.unreadable or f"the weights of {self.kernel!r} are not known"
             raise ValueError(f"layer {self.layer} ({self.module}) has no readable matrix: {reason}")
+        heads = torch.arange(self.heads) if heads is None else heads
         queries, keys = self.tokens[sample], self.keys[sample]
-        q = self.q[sample][:, queries]
-        k = repeat_heads(self.k[sample, None], self.heads)[0][:, keys]
-        if self.bias is None and self.softcap is None:
-            scales = self._scales(sample)
-            rows = torch.arange(q.shape[1])
-            heads = [
-                build_head(
-                    self.kernel, q[h], k[h], scales[h], self.normalize_keys, self.is_causal
-                ).rows(rows)
-                for h in range(self.heads)
-            ]
-            return torch.stack(heads).to(self.q.dtype)
-        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        q = self.q[sample, heads][:, queries]
+        k = repeat_heads(self.k[sample, None], self.heads)[0, heads][:, keys]
+        if self.kernel == "lln":
+            scores = self._lln_weights(sample, heads, q, k).log()
+        else:
+            scores = q @ k.mT / math.sqrt(q.shape[-1])
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if self.bias is not None:
-            scores = scores + self.bias[sample][:, queries][:, :, keys]
+            bias = self.bias[sample].expand(self.heads, -1, -1)[heads]
+            scores = scores + bias[:, queries][:, :, keys]
         if self.is_causal:
             triangle = torch.ones_like(scores[0], dtype=torch.bool)
             scores = scores.masked_fill(~triangle.tril(k.shape[1] - q.shape[1]), -torch.inf)
         seeing = (scores > -torch.inf).any(-1).all(0)
-        return torch.softmax(scores[:, seeing], dim=-1)
+        return torch.softmax(scores[:, seeing], dim=-1).to(self.q.dtype)
 
-    def _scales(self, sample: int) -> list[tuple[float, float]]:
-        if self.alpha is None or self.beta is None:
-            return [(1.0, 1.0)] * self.heads
-        beta = repeat_heads(self.beta[sample, None], self.heads)[0]
-        return list(zip(self.alpha[sample].tolist(), beta.tolist(), strict=True))
+    def _lln_weights(self, sample: int, heads: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """A Bᵀ over all keys that count, in float64: two softmaxes, as the op computes them."""
+        assert self.alpha is not None and self.beta is not None
+        alpha = self.alpha[sample, heads].double()[:, None, None]
+        beta = repeat_heads(self.beta[sample, None], self.heads)[0, heads].double()[:, None, None]
+        log_k = beta * k
+        if self.normalize_keys:
+            log_k = torch.log_softmax(log_k, dim=-1)
+        log_mass = torch.logsumexp(log_k, dim=-2, keepdim=True)
+        return torch.softmax(alpha * q + log_mass, dim=-1) @ (log_k - log_mass).exp().mT
 
     def lln_share(self) -> Float[Tensor, "S H"] | None:
         r"""Share of the LLN branch in the output of LLN+Diag; None without a diagonal branch.

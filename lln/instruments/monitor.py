@@ -60,7 +60,7 @@ def monitor(
         path: JSONL file that rows are appended to, see :func:`lln.instruments.read_rows`.
         tensorboard: Folder for TensorBoard scalars (needs the package ``tensorboard``).
         samples: Measure the first so many samples of the batch; a row is their mean.
-        rows: Estimate entropy and log_variance from this many rows of the matrix.
+        rows: For long inputs, estimate entropy and log_variance from this many rows of the matrix.
         scaler: A ``GradScaler``: its loss scale is recorded and divided out of the gradient norm.
         first_step: Number of the first step, for a run that is resumed.
 

@@ -382,3 +382,24 @@ def test_what_cannot_be_watched_is_refused():
     compiled = torch.compile(encoder(), backend="eager")
     with pytest.raises(ValueError, match="is compiled"), monitor(compiled):  # pyright: ignore
         pass
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["roberta", "lln encoder"])
+def test_on_a_gpu_the_rows_are_those_of_the_cpu(name):
+    found = {}
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(1)
+        model = MODELS[name]().to(device)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        torch.manual_seed(2)
+        x = torch.randn(3, 40, 32) if name != "roberta" else torch.randint(5, 100, (3, 40))
+        with monitor(model, every=1) as rows:
+            model(x.to(device))
+        found[device] = of_heads(rows)
+    assert found["cuda"][0]["layer"] == 0
+    for ours, theirs in zip(found["cpu"][:4], found["cuda"][:4], strict=True):
+        for measure in DEFAULTS | {"sigma_q", "sigma_k"}:
+            assert ours[measure] == pytest.approx(theirs[measure], rel=2e-3, abs=1e-4), measure
