@@ -94,7 +94,7 @@ def _cost(quick: bool, bars: Progress) -> list[dict]:
     task = bars.add_task("time and memory", total=len(cases), now="")
     rows = []
     for row in sweep.measure(
-        cases, min_seconds=0.2, watch=lambda name: bars.update(task, now=name)
+        cases, min_seconds=0.02 if quick else 0.2, watch=lambda name: bars.update(task, now=name)
     ):
         rows.append(row)
         bars.update(task, advance=1)
