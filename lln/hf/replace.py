@@ -50,6 +50,7 @@ class Replacement:
     attention: str
     options: dict[str, Any]
     layers: list[int]
+    max_length: int | None
     parameters_before: int
     parameters_after: int = 0
     originals: dict[str, nn.Module] = dataclasses.field(default_factory=dict, repr=False)
@@ -119,7 +120,8 @@ def replace(
     chosen = _choose(layers, list(places))
     _own_config(model)
     before = sum(parameter.numel() for parameter in model.parameters())
-    done = Replacement(model, attention, options, [number for number, _ in chosen], before)
+    numbers = [number for number, _ in chosen]
+    done = Replacement(model, attention, options, numbers, max_length, before)
     built = {}
     for number, path in chosen:  # all of them first: an error leaves the model as it was
         module = places[path]
@@ -235,7 +237,12 @@ def record(model: Any) -> None:
             config.__dict__.pop(name, None)
         return
     config.lln = [
-        {"attention": done.attention, "layers": done.layers, "options": to_json(done.options)}
+        {
+            "attention": done.attention,
+            "layers": done.layers,
+            "max_length": done.max_length,
+            "options": to_json(done.options),
+        }
         for done in replacements
     ]
     config.attn_implementation = LOAD_WITH

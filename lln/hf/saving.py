@@ -50,6 +50,7 @@ def load(
                     self,
                     record["attention"],
                     layers=record["layers"],
+                    max_length=record["max_length"],
                     quiet=True,
                     **from_json(record["options"]),
                 )

@@ -219,6 +219,17 @@ def test_gradient_checkpointing_changes_no_gradient(family):
             torch.testing.assert_close(again, plain)
 
 
+def test_compiled_without_a_graph_break():
+    model = make("llama")
+    lln.hf.replace(model, "lln_diag", diag_block=4, alpha=2, beta=2, quiet=True)
+    model.config.use_cache = False
+    batch = padded(text(), 4, "left")
+    expected = run(model, **batch)
+    got = run(torch.compile(model, backend="eager", fullgraph=True), **batch)
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(got[real], expected[real])
+
+
 def test_weights_travel_by_state_dict():
     model, _ = replaced("llama", mix="learned", learn_scale=True)
     file = io.BytesIO()

@@ -28,6 +28,7 @@ CASES = [
     ("qwen3", "lln_diag", {"layers": [1]}),
     ("roberta", "performer", {}),
     ("roberta", "hedgehog", {"layers": [0]}),
+    ("roberta", "linformer", {"rank": 8, "max_length": 40}),
     ("roberta", "reformer", {"chunk": 8}),
     ("vit", "longformer", {"layers": [1]}),
 ]
@@ -123,6 +124,16 @@ def test_two_mechanisms_survive(tmp_path):
     lln.hf.replace(model, "elu", layers=[1], quiet=True)
     model.save_pretrained(tmp_path)
     loaded = lln.hf.load(tmp_path, hf.RobertaForMaskedLM)
+    assert torch.equal(run(loaded, input_ids=text()), run(model, input_ids=text()))
+
+
+def test_shards_and_devices(tmp_path):
+    model = make("llama")
+    lln.hf.replace(model, "lln", quiet=True)
+    lln.hf.calibrate(model, [{"input_ids": text()}])
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    loaded = lln.hf.load(tmp_path, hf.AutoModelForCausalLM, device_map="cpu")
     assert torch.equal(run(loaded, input_ids=text()), run(model, input_ids=text()))
 
 

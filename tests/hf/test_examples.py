@@ -1,0 +1,24 @@
+"""The Hugging Face scripts in examples/ do what they say."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str, **arguments):
+    return runpy.run_path(str(EXAMPLES / name))["main"](**arguments)
+
+
+def test_encoder(capsys):
+    losses = run("huggingface_encoder.py", steps=20)
+    assert losses["lln_diag"] < 4 and losses["softmax"] < 4  # chance is ln 65 = 4.17
+    assert "loaded model equal: True" in capsys.readouterr().out
+
+
+def test_decoder(capsys):
+    losses = run("huggingface_decoder.py", steps=20)
+    assert losses["fine-tuned"] < losses["replaced"] < 4.5
+    assert "equal to generation without cache: True" in capsys.readouterr().out
