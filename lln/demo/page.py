@@ -126,7 +126,10 @@ def _curves(rows: Sequence[Row], quantity: str) -> list[Series]:
 
 def concentration_tables(setting: Setting, rows: Sequence[Row]) -> list[Table]:
     """Entropy and spectral gap: a line per kernel and a column per temperature."""
-    captions = {"entropy": "Mean entropy of a row in bits.", "spectral_gap": "1 − |λ₂|."}
+    captions = {
+        "entropy": "Mean entropy of a row in bits.",
+        "spectral_gap": "Spectral gap 1 − |λ₂|.",
+    }
     columns = ["attention", *(f"τ = {temperature:g}" for temperature in setting.temperatures)]
     tables = []
     for quantity, caption in captions.items():
