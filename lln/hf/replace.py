@@ -29,7 +29,15 @@ class Changes:
     """What a model carries from its first replacement on: those that hold, and what was before."""
 
     replacements: list[Replacement] = dataclasses.field(default_factory=list)
-    implementations: dict[int, str] = dataclasses.field(default_factory=dict)  # by id of the config
+    implementations: list[tuple[Any, str]] = dataclasses.field(default_factory=list)
+
+    def implementation(self, config: Any) -> str:
+        """What a config said before; compared as objects, which copies of the model keep apart."""
+        for known, name in self.implementations:
+            if known is config:
+                return name
+        self.implementations.append((config, config._attn_implementation))
+        return config._attn_implementation
 
 
 def changes(model: Any) -> Changes:
@@ -208,7 +216,7 @@ def _own_config(model: PreTrainedModel) -> None:
 
 def _announce(model: Any) -> None:
     """Tell transformers what the modules of a model now are: implementation, record, cache."""
-    replacements, before = changes(model).replacements, changes(model).implementations
+    replacements = changes(model).replacements
     names = {path: done.attention for done in replacements for path in done.originals}
     by_config: dict[int, tuple[Any, set[str | None]]] = {}
     for path, module in model.named_modules():
@@ -216,7 +224,7 @@ def _announce(model: Any) -> None:
             _, used = by_config.setdefault(id(module.config), (module.config, set()))
             used.add(names.get(path))
     for config, used in by_config.values():
-        original = before.setdefault(id(config), config._attn_implementation)
+        original = changes(model).implementation(config)
         name = MIXED if len(used) > 1 else next(iter(used))
         # Not by the property, which would change sub-configs as well.
         config._attn_implementation_internal = (

@@ -12,6 +12,7 @@ import transformers as hf
 import lln
 import lln.hf
 from lln.hf.core import LLNCore
+from lln.hf.replace import changes
 from tests.hf.tiny import CONFIGS, DECODERS, ENCODERS, inputs, make, padded, run, text
 
 FAMILIES = [*ENCODERS, "vit", *DECODERS]
@@ -105,6 +106,8 @@ def test_a_copy_of_a_model_works_by_itself():
     undo()
     assert torch.equal(run(twin, **inputs("llama")), expected)
     assert torch.equal(twin.generate(text(), max_new_tokens=4, do_sample=False), tokens)
+    changes(twin).replacements[0]()
+    assert torch.equal(run(twin, **inputs("llama")), run(model, **inputs("llama")))
 
 
 @pytest.mark.parametrize("name", ["reformer", "longformer", "transformer_ls", "tnn", "rebased"])
