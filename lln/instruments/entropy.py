@@ -11,7 +11,7 @@ from torch import Tensor
 from lln.instruments.stochastic import check_stochastic
 
 
-def row_entropy(p: Float[Tensor, "*batch N M"]) -> Float[Tensor, "*batch N"]:
+def row_entropy(p: Float[Tensor, "*rows M"]) -> Float[Tensor, "*rows"]:
     """−Σ_j P_ij log₂ P_ij of every row, eq. (20), in bits; 0 log 0 = 0. Unchecked."""
     return torch.special.entr(p).sum(-1) / math.log(2)
 
@@ -33,7 +33,7 @@ def entropy(p: Float[Tensor, "*batch N M"]) -> Float[Tensor, "*batch"]:
     return row_entropy(check_stochastic(p)).mean(-1)
 
 
-def collision(p: Float[Tensor, "*batch N M"]) -> Float[Tensor, "*batch N"]:
+def collision(p: Float[Tensor, "*rows M"]) -> Float[Tensor, "*rows"]:
     """Σ_j P_ij² of every row: the chance that two draws from it pick the same key. Unchecked."""
     return p.square().sum(-1)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -27,6 +27,7 @@ from lln.protocols import compute_dtype
 BLOCK_ENTRIES = 2**20  # entries of P alive at a time
 
 
+@runtime_checkable
 class Head(Protocol):
     """What :func:`lln.instruments.measure` asks of a head; see the subclasses for the cost."""
 

@@ -48,7 +48,7 @@ def log_variance(
     return log_variance_of_rows(p.flatten(-2)[..., None, :]).squeeze(-1)
 
 
-def log_variance_of_rows(p: Float[Tensor, "*batch N M"]) -> Float[Tensor, "*batch N"]:
+def log_variance_of_rows(p: Float[Tensor, "*rows M"]) -> Float[Tensor, "*rows"]:
     """Population variance of ln P_ij over the positive entries of every row. Unchecked."""
     seen = p > 0
     logs = torch.where(seen, p.log(), 0)
