@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lln import moments
+from lln.ops import triton
 from lln.ops.arguments import as_scale, autocast, check_mask, check_positive_int, check_qkv
 from lln.ops.bidirectional import bidirectional
 from lln.ops.causal import causal
 from lln.ops.lln_diag import lln_diag
 from lln.ops.state import State, read, summarize
 from lln.ops.varlen import check_packed, packed_standard_deviations, varlen
+from lln.protocols import Call
 
 if TYPE_CHECKING:
     from lln.moments import MomentFit
@@ -185,6 +188,19 @@ def prefill(
         "alpha": as_scale("alpha", alpha, q.shape[0], q.shape[1], q),
         "beta": as_scale("beta", beta, k.shape[0], k.shape[1], k),
     }
+    if _decodes_in_one_launch(q, k, v, state, impl):
+        assert state is not None
+        out, log_mass, mean = triton.decode(
+            q,
+            k,
+            v,
+            state.log_mass,
+            state.mean,
+            **scales,
+            key_mask=key_mask,
+            normalize_keys=normalize_keys,
+        )
+        return out, State(log_mass, mean)
     added = summarize(k, v, beta=scales["beta"], key_mask=key_mask, normalize_keys=normalize_keys)
     after = added if state is None else state.merge(added)
     if q.shape[2] == 1 and impl is None:
@@ -200,6 +216,18 @@ def prefill(
         impl=impl,
     )
     return out, after
+
+
+def _decodes_in_one_launch(
+    q: Tensor, k: Tensor, v: Tensor, state: State | None, impl: str | None
+) -> bool:
+    """A single token, a state and no gradient: what the decoding kernel is for."""
+    if q.shape[2] != 1 or state is None or impl not in (None, "triton"):
+        return False
+    tensors = (q, k, v, state.log_mass, state.mean)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return False
+    return triton.refuses(Call("decode", q, k, v)) is None
 
 
 def _check_pair(alpha: object, beta: object, is_causal: bool) -> None:

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lln.ops.triton.decode_kernels import decode_kernel
-from lln.ops.triton.library import mask_stride, register, rows_contiguous, run
+from lln.ops.triton.library import mask_stride, on_device, register, rows_contiguous
 from lln.ops.triton.tiles import padded
 
 
@@ -43,15 +43,16 @@ def _decode_impl(
         return out, new_log_mass, new_mean
     q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
     block = min(padded(e), 8192 // padded(d))
-    run(decode_kernel, (b * kv_heads, triton.cdiv(e, block)),
-        q, k, v, log_mass.contiguous(), mean.contiguous(), key_mask, alpha, beta,
-        out, new_log_mass, new_mean,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
-        mask_stride(key_mask), *alpha.stride(), *beta.stride(),
-        kv_heads, q.shape[1] // kv_heads,
-        D=d, E=e, BD=padded(d), BE=block, HAS_MASK=key_mask is not None,
-        NORMALIZE=normalize_keys, num_warps=4,
-    )  # fmt: skip
+    with on_device(q):
+        decode_kernel[(b * kv_heads, triton.cdiv(e, block))](
+            q, k, v, log_mass.contiguous(), mean.contiguous(), key_mask, alpha, beta,
+            out, new_log_mass, new_mean,
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
+            mask_stride(key_mask), *alpha.stride(), *beta.stride(),
+            kv_heads, q.shape[1] // kv_heads,
+            D=d, E=e, BD=padded(d), BE=block, HAS_MASK=key_mask is not None,
+            NORMALIZE=normalize_keys, num_warps=4,
+        )  # fmt: skip
     return out, new_log_mass, new_mean
 
 

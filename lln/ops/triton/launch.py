@@ -17,8 +17,8 @@ from lln.ops.triton.library import (
     empty_rows,
     floats,
     mask_stride,
+    on_device,
     rows_contiguous,
-    run,
     strides,
 )
 from lln.ops.triton.read_kernels import read_backward_kernel, read_kernel
@@ -76,13 +76,14 @@ def summarize_parts(
     count, span = segments or split(keys, b * heads, t, k.device, merged=True)
     keys = min(keys, count * span)
     parts = floats(k, b * heads, count, d * (e + 2))
-    run(summarize_kernel, (count, b * heads, triton.cdiv(e, block)),
-        k, v, beta, key_mask, parts, None, None,
-        *strides(k), *strides(v), *beta.stride(), mask_stride(key_mask), heads, keys, span,
-        D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows,
-        FULL=keys % t.rows == 0 and span % t.rows == 0, HAS_MASK=key_mask is not None,
-        NORMALIZE=normalize_keys, num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip
+    with on_device(k):
+        summarize_kernel[(count, b * heads, triton.cdiv(e, block))](
+            k, v, beta, key_mask, parts, None, None,
+            *strides(k), *strides(v), *beta.stride(), mask_stride(key_mask), heads, keys, span,
+            D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows,
+            FULL=keys % t.rows == 0 and span % t.rows == 0, HAS_MASK=key_mask is not None,
+            NORMALIZE=normalize_keys, num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
     return parts, count
 
 
@@ -90,10 +91,11 @@ def merge(parts: Tensor, count: int, state: Merged, *, natural: bool = False) ->
     """Fill ``state`` from the parts of its heads."""
     b, heads, d, e = state.mean.shape
     block = min(padded(e), 128)
-    run(merge_kernel, (b * heads, triton.cdiv(d, 4), triton.cdiv(e, block)),
-        parts, *state, None, 0, heads, count,
-        D=d, E=e, BD=4, BE=block, MANY=8, NATURAL=natural, num_warps=4,
-    )  # fmt: skip
+    with on_device(parts):
+        merge_kernel[(b * heads, triton.cdiv(d, 4), triton.cdiv(e, block))](
+            parts, *state, None, 0, heads, count,
+            D=d, E=e, BD=4, BE=block, MANY=8, NATURAL=natural, num_warps=4,
+        )  # fmt: skip
 
 
 def read(
@@ -107,15 +109,16 @@ def read(
     pieces, span = split(queries, b * heads, t, q.device)
     out = empty_rows(q, e)
     lse = empty_lse(q) if save else None
-    run(read_kernel, (pieces, b * heads, triton.cdiv(e, block)),
-        q, out, lse, alpha, parts, *(state or (None, None, None)), None, None,
-        *strides(q), *strides(out), *((0, 0) if lse is None else lse.stride()[:2]),
-        *alpha.stride(),
-        heads, heads // kv_heads, queries, span, count,
-        D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=queries % t.rows == 0,
-        NATURAL=natural, PRECISE=precise(q), SAVE=save,
-        num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip
+    with on_device(q):
+        read_kernel[(pieces, b * heads, triton.cdiv(e, block))](
+            q, out, lse, alpha, parts, *(state or (None, None, None)), None, None,
+            *strides(q), *strides(out), *((0, 0) if lse is None else lse.stride()[:2]),
+            *alpha.stride(),
+            heads, heads // kv_heads, queries, span, count,
+            D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=queries % t.rows == 0,
+            NATURAL=natural, PRECISE=precise(q), SAVE=save,
+            num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
     return out, lse
 
 
@@ -134,15 +137,16 @@ def read_backward(
     group = heads // kv_heads
     parts = floats(q, b * kv_heads, group * pieces, d * (e + 1))
     slopes = floats(q, b, heads, pieces) if need_alpha else None
-    run(read_backward_kernel, (pieces, b * heads, triton.cdiv(e, block)),
-        q, dout, lse, alpha, mix, log_mass, mean, None if parts_only else dq, parts, slopes,
-        None, None, *strides(q), *strides(dout), *strides(dq), *lse.stride()[:2],
-        *alpha.stride(),
-        heads, group, queries, span, share,
-        D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=queries % t.rows == 0,
-        NATURAL=natural, PRECISE=precise(q),
-        num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip
+    with on_device(q):
+        read_backward_kernel[(pieces, b * heads, triton.cdiv(e, block))](
+            q, dout, lse, alpha, mix, log_mass, mean, None if parts_only else dq, parts, slopes,
+            None, None, *strides(q), *strides(dout), *strides(dq), *lse.stride()[:2],
+            *alpha.stride(),
+            heads, group, queries, span, share,
+            D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=queries % t.rows == 0,
+            NATURAL=natural, PRECISE=precise(q),
+            num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
     return dq, parts, None if slopes is None else slopes.sum(-1)
 
 
@@ -150,21 +154,10 @@ def merge_gradients(parts: Tensor) -> Tensor:
     """Σ over the parts of each key head: [B·Hkv, 1, D·E + D]."""
     heads, count, size = parts.shape
     total = parts.new_empty((heads, 1, size))
-    run(
-        merge_gradients_kernel,
-        (heads, triton.cdiv(size, 256)),
-        parts,
-        total,
-        None,
-        0,
-        1,
-        1,
-        count,
-        size,
-        BLOCK=256,
-        MANY=8,
-        num_warps=4,
-    )
+    with on_device(parts):
+        merge_gradients_kernel[(heads, triton.cdiv(size, 256))](
+            parts, total, None, 0, 1, 1, count, size, BLOCK=256, MANY=8, num_warps=4
+        )
     return total
 
 
@@ -185,14 +178,15 @@ def summarize_backward(
     pieces, span = split(keys, b * heads, t, k.device)
     dk, dv = empty_rows(k, d), empty_rows(v, e)
     slopes = floats(k, b, heads, pieces) if need_beta else None
-    run(summarize_backward_kernel, (pieces, b * heads),
-        k, v, beta, key_mask, norm, parts, dk, dv, slopes, None, None,
-        *strides(k), *strides(v), *strides(dk), *strides(dv), *beta.stride(),
-        mask_stride(key_mask), heads, keys, span, parts.shape[1],
-        D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows,
-        FULL=keys % t.rows == 0, HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys,
-        num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip
+    with on_device(k):
+        summarize_backward_kernel[(pieces, b * heads)](
+            k, v, beta, key_mask, norm, parts, dk, dv, slopes, None, None,
+            *strides(k), *strides(v), *strides(dk), *strides(dv), *beta.stride(),
+            mask_stride(key_mask), heads, keys, span, parts.shape[1],
+            D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows,
+            FULL=keys % t.rows == 0, HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys,
+            num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
     return dk, dv, None if slopes is None else slopes.sum(-1)
 
 

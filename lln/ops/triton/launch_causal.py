@@ -20,8 +20,8 @@ from lln.ops.triton.library import (
     empty_rows,
     floats,
     mask_stride,
+    on_device,
     rows_contiguous,
-    run,
     strides,
 )
 from lln.ops.triton.tiles import CHUNK, padded, segments, tile
@@ -54,10 +54,11 @@ def scan(parts: Tensor, merged: Tensor, given: Given, d: int, e: int, *, reverse
     """Merge the parts of each head in order (from the last one if ``reverse``) into ``merged``."""
     heads, count, size = parts.shape
     block = min(padded(e), 128)
-    run(scan_kernel, (heads, triton.cdiv(d, 4), triton.cdiv(e, block)),
-        parts, merged, *given, count, D=d, E=e, BD=4, BE=block,
-        VECTORS=size // d - e, REVERSE=reverse, num_warps=1,
-    )  # fmt: skip
+    with on_device(parts):
+        scan_kernel[(heads, triton.cdiv(d, 4), triton.cdiv(e, block))](
+            parts, merged, *given, count, D=d, E=e, BD=4, BE=block,
+            VECTORS=size // d - e, REVERSE=reverse, num_warps=1,
+        )  # fmt: skip
 
 
 def causal(
@@ -73,14 +74,15 @@ def causal(
         scan(parts, before, given, d, e, reverse=False)
     out, lse = empty_rows(q, e), empty_lse(q)
     t = tile("causal", d, e, q.dtype)
-    run(causal_kernel, (count, b * heads),
-        q, k, v, out, lse, key_mask, alpha, beta, before, *given,
-        *strides(q), *strides(k), *strides(v), *strides(out), mask_stride(key_mask),
-        *alpha.stride(), *beta.stride(), heads, heads // kv_heads, tokens, span,
-        D=d, E=e, BD=padded(d), BE=padded(e), ROWS=CHUNK, FULL=tokens % CHUNK == 0,
-        HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys, PRECISE=precise(q),
-        WIDE=wide_dtype(q), num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip
+    with on_device(q):
+        causal_kernel[(count, b * heads)](
+            q, k, v, out, lse, key_mask, alpha, beta, before, *given,
+            *strides(q), *strides(k), *strides(v), *strides(out), mask_stride(key_mask),
+            *alpha.stride(), *beta.stride(), heads, heads // kv_heads, tokens, span,
+            D=d, E=e, BD=padded(d), BE=padded(e), ROWS=CHUNK, FULL=tokens % CHUNK == 0,
+            HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys, PRECISE=precise(q),
+            WIDE=wide_dtype(q), num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
     return out, lse, before
 
 
@@ -119,22 +121,24 @@ def causal_backward(
     }
     scales = (mask_stride(key_mask), *alpha.stride(), *beta.stride(), heads, group, tokens, span)
     t = tile("causal_dq", d, e, q.dtype)
-    run(causal_dq_kernel, (count, b * heads),
-        q, k, v, dout, lse, key_mask, alpha, beta, before, *given, dq, delta, flags, alpha_sums,
-        *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), *scales,
-        **widths, **options, num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip
+    with on_device(q):
+        causal_dq_kernel[(count, b * heads)](
+            q, k, v, dout, lse, key_mask, alpha, beta, before, *given, dq, delta, flags, alpha_sums,
+            *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), *scales,
+            **widths, **options, num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
     first = 0 if need_state else 1
     after = summarize_queries(q, dout, lse, delta, alpha, first, count, span)
     # grouped heads: one gradient per query head, summed afterwards
     dk = empty_rows(k, d) if group == 1 else floats(q, b, heads, tokens, d)
     dv = empty_rows(v, e) if group == 1 else floats(q, b, heads, tokens, e)
     t = tile("causal_dkdv", d, e, q.dtype)
-    run(causal_dkdv_kernel, (count, b * heads),
-        q, k, v, dout, lse, delta, key_mask, alpha, beta, after, flags, dk, dv, beta_sums,
-        *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv),
-        *scales, first, **widths, **options, num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip
+    with on_device(q):
+        causal_dkdv_kernel[(count, b * heads)](
+            q, k, v, dout, lse, delta, key_mask, alpha, beta, after, flags, dk, dv, beta_sums,
+            *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv),
+            *scales, first, **widths, **options, num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
     if group > 1:
         dk = dk.unflatten(1, (kv_heads, group)).sum(2).to(k.dtype)
         dv = dv.unflatten(1, (kv_heads, group)).sum(2).to(v.dtype)
@@ -157,10 +161,11 @@ def summarize_queries(
         return after
     parts = torch.empty_like(after)
     t = tile("summarize", d, e, q.dtype)
-    run(summarize_queries_kernel, (count - first, b * heads),
-        q, dout, lse, delta, alpha, parts, *strides(q), *strides(dout), *alpha.stride(),
-        heads, tokens, span, first, D=d, E=e, BD=padded(d), BE=padded(e), ROWS=CHUNK,
-        FULL=tokens % CHUNK == 0, PRECISE=precise(q), num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip
+    with on_device(q):
+        summarize_queries_kernel[(count - first, b * heads)](
+            q, dout, lse, delta, alpha, parts, *strides(q), *strides(dout), *alpha.stride(),
+            heads, tokens, span, first, D=d, E=e, BD=padded(d), BE=padded(e), ROWS=CHUNK,
+            FULL=tokens % CHUNK == 0, PRECISE=precise(q), num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
     scan(parts, after, Given(None, None), d, e, reverse=True)
     return after

@@ -10,8 +10,8 @@ from lln.ops.triton.library import (
     empty_rows,
     floats,
     mask_stride,
+    on_device,
     rows_contiguous,
-    run,
     strides,
 )
 from lln.ops.triton.tiles import block_tile, padded, split
@@ -36,16 +36,17 @@ def diag(
     pieces, span = split(tokens, b * heads, t, q.device)
     out = empty_rows(q, e)
     lse = empty_diag_lse(q, linear=linear) if save else None
-    run(diag_kernel, (pieces, b * heads),
-        q, k, v, out, lse, key_mask, alpha, mix, parts, *(state or (None, None, None)),
-        *strides(q), *strides(k), *strides(v), *strides(out), mask_stride(key_mask),
-        *((0, 0) if alpha is None else alpha.stride()),
-        heads, heads // kv_heads, tokens, span, count, scale,
-        D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, STEP=t.rows, BLOCK=block,
-        FULL=rows == t.rows and tokens % rows == 0, HAS_MASK=key_mask is not None,
-        CAUSAL=is_causal, LINEAR=linear, PRECISE=precise(q), SAVE=save,
-        num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip
+    with on_device(q):
+        diag_kernel[(pieces, b * heads)](
+            q, k, v, out, lse, key_mask, alpha, mix, parts, *(state or (None, None, None)),
+            *strides(q), *strides(k), *strides(v), *strides(out), mask_stride(key_mask),
+            *((0, 0) if alpha is None else alpha.stride()),
+            heads, heads // kv_heads, tokens, span, count, scale,
+            D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, STEP=t.rows, BLOCK=block,
+            FULL=rows == t.rows and tokens % rows == 0, HAS_MASK=key_mask is not None,
+            CAUSAL=is_causal, LINEAR=linear, PRECISE=precise(q), SAVE=save,
+            num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
     return out, lse
 
 
@@ -69,20 +70,21 @@ def diag_backward(
     ]
     if parts is not None:
         parts = few_parts(parts)
-    run(diag_backward_kernel, (pieces, b * kv_heads),
-        q, k, v, dout, lse, key_mask, alpha, beta, mix, *(state or (None, None, None)), parts,
-        dq, dk, dv, *sums,
-        *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), *strides(dk),
-        *strides(dv), mask_stride(key_mask),
-        *((0, 0) if alpha is None else alpha.stride()),
-        *((0, 0) if beta is None else beta.stride()),
-        kv_heads, tokens, span, 0 if parts is None else parts.shape[1], tiles, scale,
-        D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, STEP=t.rows, BLOCK=block,
-        GROUP=heads // kv_heads, FULL=rows == t.rows and tokens % rows == 0,
-        HAS_MASK=key_mask is not None, CAUSAL=is_causal, LINEAR=linear,
-        NORMALIZE=normalize_keys, PRECISE=precise(q),
-        num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip
+    with on_device(q):
+        diag_backward_kernel[(pieces, b * kv_heads)](
+            q, k, v, dout, lse, key_mask, alpha, beta, mix, *(state or (None, None, None)), parts,
+            dq, dk, dv, *sums,
+            *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), *strides(dk),
+            *strides(dv), mask_stride(key_mask),
+            *((0, 0) if alpha is None else alpha.stride()),
+            *((0, 0) if beta is None else beta.stride()),
+            kv_heads, tokens, span, 0 if parts is None else parts.shape[1], tiles, scale,
+            D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, STEP=t.rows, BLOCK=block,
+            GROUP=heads // kv_heads, FULL=rows == t.rows and tokens % rows == 0,
+            HAS_MASK=key_mask is not None, CAUSAL=is_causal, LINEAR=linear,
+            NORMALIZE=normalize_keys, PRECISE=precise(q),
+            num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
     dalpha, dbeta, dmix = (x if x is None else x.sum(-1) for x in sums)
     found = dalpha, dbeta, dmix if dmix is None else dmix.sum(0)
     return dq, dk, dv, *(floats(q, 0) if x is None else x for x in found)

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from lln.ops.triton.launch import Merged, precise
-from lln.ops.triton.library import floats, run
+from lln.ops.triton.library import floats, on_device
 from lln.ops.triton.plan_kernels import plan_kernel
 from lln.ops.triton.read_kernels import read_backward_kernel, read_kernel
 from lln.ops.triton.summarize_kernels import (
@@ -35,16 +35,10 @@ class Plan(NamedTuple):
         _, span = split(tokens, heads, t, cu.device)
         items = tokens // span + sequences
         table = cu.new_empty(items + sequences + 1, dtype=torch.int32)
-        run(
-            plan_kernel,
-            (1,),
-            cu,
-            table,
-            sequences,
-            items,
-            span,
-            BLOCK=triton.next_power_of_2(sequences),
-        )
+        with on_device(cu):
+            plan_kernel[(1,)](
+                cu, table, sequences, items, span, BLOCK=triton.next_power_of_2(sequences)
+            )
         return Plan(table, cu, items, span)
 
 
@@ -76,17 +70,18 @@ def summarize(
     plan = Plan.make(cu_k, tokens, heads, t)
     parts = floats(k, heads * plan.items, d * (e + 2))
     columns = min(padded(e), 128)
-    run(summarize_kernel, (plan.items, heads, triton.cdiv(e, block)),
-        k, v, beta, key_mask, parts, plan.table, cu_k, *_strides(k), *_strides(v),
-        *beta.stride(), 0, heads, tokens, plan.span,
-        D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=False,
-        HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys,
-        num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip
-    run(merge_kernel, (beta.numel(), triton.cdiv(d, 4), triton.cdiv(e, columns)),
-        parts, *state, plan.table, plan.items, heads, 0,
-        D=d, E=e, BD=4, BE=columns, MANY=8, NATURAL=False, num_warps=4,
-    )  # fmt: skip
+    with on_device(k):
+        summarize_kernel[(plan.items, heads, triton.cdiv(e, block))](
+            k, v, beta, key_mask, parts, plan.table, cu_k, *_strides(k), *_strides(v),
+            *beta.stride(), 0, heads, tokens, plan.span,
+            D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=False,
+            HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys,
+            num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
+        merge_kernel[(beta.numel(), triton.cdiv(d, 4), triton.cdiv(e, columns))](
+            parts, *state, plan.table, plan.items, heads, 0,
+            D=d, E=e, BD=4, BE=columns, MANY=8, NATURAL=False, num_warps=4,
+        )  # fmt: skip
     return state
 
 
@@ -96,13 +91,14 @@ def read(q: Tensor, cu_q: Tensor, alpha: Tensor, state: Merged, out: Tensor, lse
     t = tile("read", d, e, q.dtype)
     block = value_block(d, e, q.dtype)
     plan = Plan.make(cu_q, tokens, heads, t)
-    run(read_kernel, (plan.items, heads, triton.cdiv(e, block)),
-        q, out, lse, alpha, None, *state, plan.table, cu_q, *_strides(q), *_strides(out),
-        0, lse.stride(0), *alpha.stride(),
-        heads, heads // state.mean.shape[1], tokens, plan.span, 0,
-        D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=False,
-        NATURAL=False, PRECISE=precise(q), SAVE=True, num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip
+    with on_device(q):
+        read_kernel[(plan.items, heads, triton.cdiv(e, block))](
+            q, out, lse, alpha, None, *state, plan.table, cu_q, *_strides(q), *_strides(out),
+            0, lse.stride(0), *alpha.stride(),
+            heads, heads // state.mean.shape[1], tokens, plan.span, 0,
+            D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=False,
+            NATURAL=False, PRECISE=precise(q), SAVE=True, num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
 
 
 def read_backward(
@@ -117,13 +113,14 @@ def read_backward(
     parts = floats(q, heads * plan.items, d * (e + 1))
     slopes = floats(q, heads * plan.items, 1) if need_alpha else None
     group = heads // kv_heads
-    run(read_backward_kernel, (plan.items, heads, triton.cdiv(e, block)),
-        q, dout, lse, alpha, None, state.log_mass, state.mean, dq, parts, slopes,
-        plan.table, cu_q, *_strides(q), *_strides(dout), *_strides(dq), 0, lse.stride(0),
-        *alpha.stride(), heads, group, tokens, plan.span, 1.0,
-        D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=False,
-        NATURAL=False, PRECISE=precise(q), num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip
+    with on_device(q):
+        read_backward_kernel[(plan.items, heads, triton.cdiv(e, block))](
+            q, dout, lse, alpha, None, state.log_mass, state.mean, dq, parts, slopes,
+            plan.table, cu_q, *_strides(q), *_strides(dout), *_strides(dq), 0, lse.stride(0),
+            *alpha.stride(), heads, group, tokens, plan.span, 1.0,
+            D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=False,
+            NATURAL=False, PRECISE=precise(q), num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
     total = _add_parts(parts, plan, sequences, kv_heads, group)
     return total, None if slopes is None else _add_parts(slopes, plan, sequences, heads, 1)
 
@@ -132,10 +129,11 @@ def _add_parts(parts: Tensor, plan: Plan, sequences: int, heads: int, group: int
     """Σ over the items of each sequence and over the heads of each group: [S · heads, 1, size]."""
     size = parts.shape[1]
     total = parts.new_empty((sequences * heads, 1, size))
-    run(merge_gradients_kernel, (sequences * heads, triton.cdiv(size, 256)),
-        parts, total, plan.table, plan.items, heads, group, 0, size,
-        BLOCK=256, MANY=8, num_warps=4,
-    )  # fmt: skip
+    with on_device(parts):
+        merge_gradients_kernel[(sequences * heads, triton.cdiv(size, 256))](
+            parts, total, plan.table, plan.items, heads, group, 0, size,
+            BLOCK=256, MANY=8, num_warps=4,
+        )  # fmt: skip
     return total
 
 
@@ -148,12 +146,13 @@ def summarize_backward(
     t = tile("summarize_backward", d, e, k.dtype)
     plan = Plan.make(cu_k, tokens, heads, t)
     slopes = floats(k, heads * plan.items, 1) if need_beta else None
-    run(summarize_backward_kernel, (plan.items, heads),
-        k, v, beta, key_mask, norm, parts, dk, dv, slopes, plan.table, cu_k,
-        *_strides(k), *_strides(v), *_strides(dk), *_strides(dv), *beta.stride(), 0,
-        heads, tokens, plan.span, 1,
-        D=d, E=e, BD=padded(d), BE=value_block(d, e, k.dtype), ROWS=t.rows, FULL=False,
-        HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys,
-        num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip
+    with on_device(k):
+        summarize_backward_kernel[(plan.items, heads)](
+            k, v, beta, key_mask, norm, parts, dk, dv, slopes, plan.table, cu_k,
+            *_strides(k), *_strides(v), *_strides(dk), *_strides(dv), *beta.stride(), 0,
+            heads, tokens, plan.span, 1,
+            D=d, E=e, BD=padded(d), BE=value_block(d, e, k.dtype), ROWS=t.rows, FULL=False,
+            HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys,
+            num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
     return None if slopes is None else _add_parts(slopes, plan, cu_k.shape[0] - 1, heads, 1)

@@ -46,39 +46,6 @@ def empty_rows(like: Tensor, width: int) -> Tensor:
     return like.new_empty((b, h, n, width))
 
 
-_COMPILED: dict[tuple[Any, ...], Any] = {}
-
-
-def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """``kernel[grid](*arguments, **constants)`` on the device of the first argument, sooner.
-
-    Triton inspects every argument at every launch to find the binary it has compiled for their
-    kind. Here a launch that repeats an earlier one (same numbers, dtypes and alignments) finds its
-    binary by one look into a dictionary; any other goes the usual way.
-    """
-    first = arguments[0]
-    if not first.is_cuda:
-        kernel[grid](*arguments, **constants)
-        return
-    key = (
-        id(kernel),
-        first.device.index,
-        *[(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x for x in arguments],
-        *constants.values(),
-    )
-    known = _COMPILED.get(key)
-    with on_device(first):
-        if known is None:
-            compiled = kernel[grid](*arguments, **constants)
-            if len(_COMPILED) >= 4096:  # lengths that never repeat
-                _COMPILED.clear()
-            names = kernel.arg_names[len(arguments) :]
-            _COMPILED[key] = compiled, [constants[name] for name in names]
-        else:
-            compiled, values = known
-            compiled[(*grid, 1, 1)[:3]](*arguments, *values)
-
-
 def floats(like: Tensor, *shape: int) -> Tensor:
     """Uninitialised float32 on the device of ``like``."""
     return like.new_empty(shape, dtype=torch.float32)

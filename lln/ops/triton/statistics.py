@@ -10,9 +10,9 @@ from torch import Tensor
 from lln.ops.triton.library import (
     contiguous_mask,
     mask_stride,
+    on_device,
     register,
     rows_contiguous,
-    run,
     strides,
 )
 from lln.ops.triton.statistics_kernels import deviation_kernel, moments_kernel
@@ -46,17 +46,18 @@ def _deviations_impl(
     t = tile("statistics", d, d, q.dtype)
     count, _ = split(max(queries, keys), b * (heads + kv_heads), t, q.device)
     parts = q.new_empty((b * (heads + kv_heads), count, 3), dtype=torch.float32)
-    run(moments_kernel, (count, b * (heads + kv_heads)),
-        q, k, query_mask, key_mask, parts, *strides(q), *strides(k),
-        mask_stride(query_mask), mask_stride(key_mask), b, heads, kv_heads, queries, keys,
-        whole_tiles(queries, count, t), whole_tiles(keys, count, t),
-        D=d, BD=padded(d), ROWS=t.rows, num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip
-    group = heads // kv_heads * count
-    run(deviation_kernel, (b * kv_heads,),
-        parts, sigma_q, sigma_k, b, heads, group, count,
-        BLOCK=triton.next_power_of_2(group), num_warps=1,
-    )  # fmt: skip
+    with on_device(q):
+        moments_kernel[(count, b * (heads + kv_heads))](
+            q, k, query_mask, key_mask, parts, *strides(q), *strides(k),
+            mask_stride(query_mask), mask_stride(key_mask), b, heads, kv_heads, queries, keys,
+            whole_tiles(queries, count, t), whole_tiles(keys, count, t),
+            D=d, BD=padded(d), ROWS=t.rows, num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
+        group = heads // kv_heads * count
+        deviation_kernel[(b * kv_heads,)](
+            parts, sigma_q, sigma_k, b, heads, group, count,
+            BLOCK=triton.next_power_of_2(group), num_warps=1,
+        )  # fmt: skip
     return sigma_q, sigma_k
 
 

@@ -27,7 +27,7 @@ HALF = {
     "summarize_backward": {64: Tile(64, 4, 3, 2), 128: Tile(64, 8, 3, 1), 256: Tile(32, 8, 1, 1)},
     "diag": {64: Tile(64, 4, 3, 2), 128: Tile(64, 8, 2, 1)},
     "diag_backward": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
-    "causal": {64: Tile(64, 4, 3, 2), 128: Tile(64, 8, 1, 1)},
+    "causal": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
     "causal_dq": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
     "causal_dkdv": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
     "statistics": {64: Tile(32, 8, 1, 6), 256: Tile(16, 8, 1, 6)},
@@ -98,7 +98,7 @@ def block_tile(kernel: str, block: int, d: int, e: int, dtype: torch.dtype) -> t
     """(tile, padded rows) for blocks of ``block`` tokens: the tile's rows are whole blocks."""
     t = tile(kernel, d, e, dtype)
     rows = max(t.rows, padded(block))
-    if rows > 64 or dtype.itemsize > 2:  # twice the bytes: no room to load ahead
+    if rows > 64:  # twice the rows: twice the warps, and no room to load ahead
         t = t._replace(warps=8, stages=1, programs=1)
     return t._replace(rows=rows // block * block), rows
 
