@@ -54,7 +54,7 @@ test-gpu:  ## the tests that need a CUDA device
 check: install  ## format, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: install  ## rewrite the files as `make check` wants them
 	$(BIN)/ruff format .
