@@ -41,13 +41,13 @@ def largest_eigenvalue(
     space = _Space(product, start)
     for _ in range(ROUNDS):
         basis, image = space.basis, space.image
-        values, vectors = torch.linalg.eig(basis.T @ image)
+        values, vectors = torch.linalg.eig((basis.T @ image).cpu())  # LAPACK: small matrices
         top = values.abs().argmax()
-        vector = torch.view_as_real(vectors[:, top])
-        scaled = torch.view_as_real(values[top] * vectors[:, top])
+        vector = torch.view_as_real(vectors[:, top]).to(basis.device)
+        scaled = torch.view_as_real(values[top] * vectors[:, top]).to(basis.device)
         if (image @ vector - basis @ scaled).norm() <= tolerance:
             return float(values[top].abs())
-        space.enlarge(_leading_space(values, vectors))
+        space.enlarge(_leading_space(values, vectors).to(basis.device))
     raise NotConverged(
         f"the largest eigenvalue has not settled to tolerance={tolerance:g} after {ROUNDS} "
         f"products at N={start.shape[0]}; raise the tolerance, or measure at most 1024 tokens"
