@@ -73,7 +73,6 @@ def test_activations_before_and_after_training():
     for row in rows:
         assert all(math.isfinite(value) for value in row.values())
         assert row["entropy"] <= 4 and row["row_variance"] <= row["score_variance"] * 1.0001
-    assert rows == list(activations.activation_rows(TINY)), "the same seed gives the same rows"
 
 
 def test_rotary_positions_are_relative():

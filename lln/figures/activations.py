@@ -82,9 +82,7 @@ def activation_rows(setting: Setting | None = None) -> Iterator[Row]:
     """A row per layer before and after training: means over heads and sequences."""
     setting = setting or Setting()
     torch.manual_seed(setting.seed)
-    text = data.text()
-    alphabet = sorted(set(text))
-    codes = torch.tensor([alphabet.index(c) for c in text])
+    alphabet, codes = torch.tensor(list(data.text().encode())).unique(return_inverse=True)
     held_out = codes[-setting.tokens * setting.sequences :].reshape(setting.sequences, -1)
     model = Encoder(len(alphabet) + 1, setting)
     loss = math.log(len(alphabet))

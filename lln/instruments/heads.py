@@ -24,7 +24,7 @@ from lln.instruments.kernels import find_kernel
 from lln.instruments.spectral_gap import DENSE_LIMIT, diagonal_eigenvalue
 from lln.protocols import compute_dtype
 
-BLOCK_ENTRIES = 2**20  # entries of P alive at a time
+BLOCK_ENTRIES = 2**19  # entries of P alive at a time
 
 
 @runtime_checkable
