@@ -99,10 +99,14 @@ def chain(rows: Sequence[Row]) -> str:
     return markdown_table(["", "\\|λ₂\\|", "σ₁(P̄)", *steps, "tokens of π"], lines)
 
 
+def _place(row: Row) -> str:
+    return f"step {row['step']} (loss {row['loss']:.2f}), layer {row['layer']}"
+
+
 def activations(rows: Sequence[Row]) -> str:
     lines = [
         [
-            f"step {row['step']}, layer {row['layer']}",
+            _place(row),
             f"{row['product_variance']:.2f}",
             f"{row['score_variance']:.2f}",
             f"{row['row_variance']:.2f}",
@@ -133,8 +137,7 @@ def calibration(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         bits = [row[f"entropy_{method}_{target}"] - row["entropy"] for method, target in methods]
-        place = f"step {row['step']}, layer {row['layer']}"
-        lines.append([place, f"{row['entropy']:.2f}", *(f"{value:+.2f}" for value in bits)])
+        lines.append([_place(row), f"{row['entropy']:.2f}", *(f"{value:+.2f}" for value in bits)])
     return markdown_table(["", "softmax", *(f"{m}, {t}" for m, t in methods)], lines)
 
 
