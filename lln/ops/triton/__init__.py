@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lln.ops.triton.tiles import causal_fits
 from lln.protocols import HALF, Call
 
 _MODULES = {
@@ -60,6 +61,11 @@ def refuses(call: Call) -> str | None:
         return f"q, k, v are {q.dtype}, {call.k.dtype}, {v.dtype}; they must be of one dtype"
     if q.shape[-1] not in WIDTHS or v.shape[-1] not in WIDTHS:
         return f"widths D={q.shape[-1]}, E={v.shape[-1]}; the kernels take {WIDTHS}"
+    if call.op == "causal" and not causal_fits(q.shape[-1], v.shape[-1], q.dtype):
+        return (
+            f"widths D={q.shape[-1]}, E={v.shape[-1]} in {q.dtype} need more shared memory than "
+            "there is; the causal kernels take up to 128, in float32 up to 128 by 64"
+        )
     if "dropout" in call.needs:
         return "dropout of attention weights is not fused"
     return None

@@ -38,8 +38,10 @@ def block_diagonal(
 
 def fits(q: Tensor, k: Tensor, v: Tensor, block: int) -> bool:
     """Whether a tile of whole blocks fits a multiprocessor; plain PyTorch takes the others."""
-    width = max(padded(q.shape[-1]), padded(v.shape[-1])) * q.element_size()
-    return q.shape[2] == k.shape[2] and block <= (128 if width <= 128 else 64) and width <= 256
+    width = max(padded(q.shape[-1]), padded(v.shape[-1]))
+    if q.dtype == torch.float32:  # each dot keeps its operands in three terms
+        return q.shape[2] == k.shape[2] and width <= 64 and block <= 32
+    return q.shape[2] == k.shape[2] and width <= 128 and block <= (128 if width <= 64 else 64)
 
 
 def _forward_impl(q, k, v, key_mask, block, scale, is_causal) -> tuple[Tensor, Tensor]:

@@ -12,13 +12,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lln.ops import eager
 from lln.ops.triton import launch
 from lln.ops.triton._bidirectional import bidirectional
 from lln.ops.triton._block_diagonal import block_diagonal, fits
 from lln.ops.triton._causal import causal
 from lln.ops.triton.launch_diag import diag, diag_backward, empty_diag_lse
 from lln.ops.triton.library import empty_rows, register, register_backward
-from lln.ops.triton.tiles import MERGE_IN_READER
+from lln.ops.triton.tiles import MERGE_IN_READER, causal_fits
 
 
 def lln_diag(
@@ -49,7 +50,11 @@ def lln_diag(
         local = block_diagonal(
             q, k, v, block=block, scale=scale, key_mask=key_mask, is_causal=is_causal
         )
-        linear = (causal if is_causal else bidirectional)(q, k, v, key_mask=key_mask, **scales)
+        attend = bidirectional
+        if is_causal:
+            takes = causal_fits(q.shape[-1], v.shape[-1], q.dtype)
+            attend = causal if takes else eager.causal
+        linear = attend(q, k, v, key_mask=key_mask, **scales)
         weight = 0.5 if mix is None else mix.to(torch.float32)[:, None, None]
         return torch.lerp(local.float(), linear.float(), weight).to(q.dtype)
     arguments = (q, k, v, alpha, beta, mix, key_mask, block, scale, normalize_keys)

@@ -75,6 +75,12 @@ PROGRAM, MERGE = 256, 1024
 MERGE_IN_READER = 4
 
 
+def causal_fits(d: int, e: int, dtype: torch.dtype) -> bool:
+    """Whether the causal kernels of these widths fit the shared memory of a multiprocessor."""
+    narrow, wide = sorted((padded(d), padded(e)))
+    return wide <= (128 if dtype.itemsize == 2 or narrow <= 64 else 64)
+
+
 # Chunks of causal attention; the backward pass must cut the sequence as the forward pass did.
 CHUNK = 64
 
