@@ -1,4 +1,4 @@
-"""Causal LLN attention in plain PyTorch: the tree inside tiles, a carried state between them.
+"""Causal LLN attention in plain PyTorch: squares or trees inside tiles, a state between them.
 
     out_i = Σ_{j≤i} Σ_l W_ijl v_j,    W_ijl = exp(α q_il + β k_jl − ℓ_i),
     ℓ_i = ln Σ_{j≤i} Σ_l exp(α q_il + β k_jl)
@@ -16,6 +16,7 @@ from lln.ops.eager.causal_backward import causal_backward
 from lln.ops.eager.features import finite_or_zero
 from lln.ops.eager.registry import register
 from lln.ops.eager.segments import Inputs, prefix_states, segments
+from lln.ops.eager.square import attend_square, is_tame
 from lln.ops.eager.tree import Rows, attend_tile
 from lln.protocols import compute_dtype
 
@@ -27,7 +28,8 @@ def _forward_segment(
     tile, length = inputs.tile, part.stop - part.start
     a, f, values = inputs.queries(part), inputs.keys(part), inputs.values(part)
     kept = inputs.kept(part)
-    rows = attend_tile(a, f, values, kept, tile)
+    attend = attend_square if is_tame(f, tile, values) else attend_tile
+    rows = attend(a, f, values, kept, tile)
     before, means = prefix_states(f, values, log_mass, mean, tile)
     scores = a.unflatten(1, (-1, tile)) + before[:-1].transpose(0, 1)[..., None, :]
     top = scores.amax(-1)

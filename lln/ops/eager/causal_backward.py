@@ -3,8 +3,8 @@
     dq_il = α Σ_{j≤i} W_ijl (D_il v_j·dO_i − δ_i),   δ_i = dO_i · out_i
     dk_jl = β Σ_{i≥j} W_ijl (D_il v_j·dO_i − δ_i),   dv_j = Σ_{i≥j} Σ_l D_il W_ijl dO_i
 
-The same fully visible rectangles as in the forward pass; between tiles the rows read the carried
-state, and the keys a state of the future that is carried from the end.
+Inside tiles the same squares or fully visible rectangles as in the forward pass; between tiles the
+rows read the carried state, and the keys a state of the future that is carried from the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 from lln.ops.eager.features import finite_or_zero
 from lln.ops.eager.registry import register
 from lln.ops.eager.segments import Inputs, pad, prefix_states, segments
-from lln.ops.eager.tree import Rectangle, left, mix_rows, pair_products, rectangles, right
+from lln.ops.eager.square import Square, is_tame
+from lln.ops.eager.tree import Tree
 
 
 class _Future:
@@ -78,8 +79,7 @@ class _Segment:
 class _RowSide:
     """What the pass over rows finds: weights that sum to 1 per row, δ, and the gradient of α q."""
 
-    own: Tensor  # W_iil                [X, n, D]
-    pairs: list[Rectangle]
+    inside: Square | Tree  # weights within the tiles
     exact: Tensor  # correction of exp(−ℓ) [X, n]
     delta: Tensor  # dO_i · out_i         [X, n]
     d_a: Tensor  # [X, n, D]
@@ -88,13 +88,9 @@ class _RowSide:
 def _row_side(segment: _Segment, log_mass: Tensor, mean: Tensor) -> _RowSide:
     """Slot weights Σ_j W_ijl of each row and their pull Σ_j W_ijl v_j·dO_i."""
     a, f, values, d_out = segment.a, segment.f, segment.values, segment.d_out
-    own = (a + f - segment.row_mass[..., None]).exp_()
-    pull, seen = own * (d_out * values).sum(-1, keepdim=True), own.clone()
-    pairs = rectangles(a, f, segment.row_mass, segment.tile)
-    for pair in pairs:
-        products = pair_products(right(d_out, pair.height), left(values, pair.height))
-        right(pull, pair.height).add_(pair.slots * mix_rows(products, pair.shares))
-        right(seen, pair.height).add_(pair.slots * pair.shares.sum(-2, keepdim=True))
+    kind = Square if is_tame(f, segment.tile, values, d_out) else Tree
+    inside = kind(a, f, segment.row_mass, segment.tile)
+    pull, seen = inside.pull_and_seen(d_out, values)
     before, means = prefix_states(f, values, log_mass, mean, segment.tile)
     past = segment.tiles(a) + before[:-1].transpose(0, 1)[..., None, :]
     past = past.sub_(segment.tiles(segment.row_mass)[..., None]).exp_().flatten(1, 2)
@@ -103,30 +99,18 @@ def _row_side(segment: _Segment, log_mass: Tensor, mean: Tensor) -> _RowSide:
     # ℓ is rounded at its own size, which may be thousands: make every row sum to 1 again.
     total = seen.sum(-1)
     exact = total.masked_fill(total == 0, 1).reciprocal_()
-    for x in (pull, seen, own):
+    for x in (pull, seen):
         x *= exact[..., None]
-    for pair in pairs:
-        pair.slots *= right(exact, pair.height)[..., None]
+    inside.scale_(exact)
     pull = segment.dropped(pull)
     delta = pull.sum(-1)
-    return _RowSide(own, pairs, exact, delta, pull - seen * delta[..., None])
+    return _RowSide(inside, exact, delta, pull - seen * delta[..., None])
 
 
 def _key_side(segment: _Segment, rows: _RowSide, future: _Future) -> tuple[Tensor, Tensor]:
     """Σ_i W_ijl (D_il v_j·dO_i − δ_i) and Σ_il D_il W_ijl dO_i: gradients of β k and v."""
-    values, d_out, delta = segment.values, segment.d_out, rows.delta
-    reach = (d_out * values).sum(-1, keepdim=True).expand_as(rows.own)
-    d_f = rows.own * (segment.dropped(reach) - delta[..., None])
-    d_v = segment.dropped(rows.own).sum(-1, keepdim=True) * d_out
-    for pair in rows.pairs:
-        height = pair.height
-        slots = pair.slots
-        if segment.kept is not None:
-            slots = slots * right(segment.kept, height)
-        products = pair_products(left(values, height), right(d_out, height))
-        level = (pair.slots * right(delta, height)[..., None]).sum(-2, keepdim=True)
-        left(d_f, height).add_(pair.shares * (mix_rows(products, slots) - level))
-        left(d_v, height).add_(mix_rows(pair_products(pair.shares, slots), right(d_out, height)))
+    values = segment.values
+    d_f, d_v = rows.inside.key_gradients(segment.d_out, values, rows.delta, segment.kept)
     later = future.before_tiles(segment, rows)
     tops, asks, levels = (torch.stack(x[::-1], 1) for x in zip(*later, strict=True))
     shares = (segment.tiles(segment.f) + tops[..., None, :]).exp_()

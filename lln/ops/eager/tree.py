@@ -101,7 +101,7 @@ def attend_tile(a: Tensor, f: Tensor, values: Tensor, dropout: Tensor | None, ti
 
 
 @dataclass
-class Rectangle:
+class _Rectangle:
     """The weights of one height: W_ijl = slots_il · shares_jl ≤ 1, both already normalised."""
 
     height: int
@@ -109,12 +109,51 @@ class Rectangle:
     shares: Tensor  # exp(f − R)      [X, n/2h, h, D]
 
 
-def rectangles(a: Tensor, f: Tensor, log_mass: Tensor, tile: int) -> list[Rectangle]:
-    """All rectangles of the tiles with the rows' log-denominators ``log_mass [X, n]`` applied."""
-    found = []
-    for height in heights(tile):
-        best = left(f, height).amax(-2, keepdim=True)
-        slots = (right(a, height) + best).sub_(right(log_mass, height)[..., None]).exp_()
-        shares = (left(f, height) - finite_or_zero(best)).exp_()
-        found.append(Rectangle(height, slots, shares))
-    return found
+class Tree:
+    """The weights of the trees in a backward pass: of each token with itself, and the rectangles.
+
+    ``row_mass [X, n]`` are the rows' log-denominators ℓ.
+    """
+
+    def __init__(self, a: Tensor, f: Tensor, row_mass: Tensor, tile: int) -> None:
+        self.own = (a + f - row_mass[..., None]).exp_()
+        self.pairs: list[_Rectangle] = []
+        for height in heights(tile):
+            best = left(f, height).amax(-2, keepdim=True)
+            slots = (right(a, height) + best).sub_(right(row_mass, height)[..., None]).exp_()
+            shares = (left(f, height) - finite_or_zero(best)).exp_()
+            self.pairs.append(_Rectangle(height, slots, shares))
+
+    def pull_and_seen(self, d_out: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Σ_{j≤i} W_ijl v_j·dO_i and Σ_{j≤i} W_ijl, each ``[X, n, D]``."""
+        pull, seen = self.own * (d_out * values).sum(-1, keepdim=True), self.own.clone()
+        for pair in self.pairs:
+            products = pair_products(right(d_out, pair.height), left(values, pair.height))
+            right(pull, pair.height).add_(pair.slots * mix_rows(products, pair.shares))
+            right(seen, pair.height).add_(pair.slots * pair.shares.sum(-2, keepdim=True))
+        return pull, seen
+
+    def scale_(self, rows: Tensor) -> None:
+        """Multiply the weights of each row, in place."""
+        self.own *= rows[..., None]
+        for pair in self.pairs:
+            pair.slots *= right(rows, pair.height)[..., None]
+
+    def key_gradients(
+        self, d_out: Tensor, values: Tensor, delta: Tensor, dropout: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Σ_{i≥j} W_ijl (D_il v_j·dO_i − δ_i) and Σ_{i≥j,l} D_il W_ijl dO_i."""
+        reach = (d_out * values).sum(-1, keepdim=True)
+        own = self.own if dropout is None else self.own * dropout
+        d_f = own * reach - self.own * delta[..., None]
+        d_v = own.sum(-1, keepdim=True) * d_out
+        for pair in self.pairs:
+            height, slots = pair.height, pair.slots
+            if dropout is not None:
+                slots = slots * right(dropout, height)
+            products = pair_products(left(values, height), right(d_out, height))
+            level = (pair.slots * right(delta, height)[..., None]).sum(-2, keepdim=True)
+            left(d_f, height).add_(pair.shares * (mix_rows(products, slots) - level))
+            asked = pair_products(pair.shares, slots)
+            left(d_v, height).add_(mix_rows(asked, right(d_out, height)))
+        return d_f, d_v
