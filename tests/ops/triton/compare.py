@@ -12,6 +12,16 @@ from tests.helpers import random_qkv, random_scales, run_with_grads
 # Relative error in the Frobenius norm: a few roundings of the dtype of the factors of each dot.
 LIMITS = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
+# Lengths off every tile, each in one dtype; the GPU suite has the full product.
+CASES = [
+    (1, torch.float32),
+    (1, torch.float16),
+    (17, torch.float16),
+    (63, torch.float32),
+    (100, torch.float16),
+    (257, torch.float32),
+]
+
 
 def inputs(
     batch=2, heads=2, queries=100, keys=None, width=32, values=None, *, key_heads=None, device

@@ -6,6 +6,7 @@ import importlib
 import os
 import pkgutil
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,7 +38,12 @@ def device() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """NumPy warns of the infinities that the interpreter meets on purpose."""
+    """NumPy warns of the infinities that the interpreter meets on purpose; where there is a GPU the
+    same tests belong to ``make test-gpu``."""
     quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+    here = Path(__file__).parent
     for item in items:
-        item.add_marker(quiet)
+        if here in item.path.parents:
+            item.add_marker(quiet)
+            if DEVICE == "cuda":
+                item.add_marker(pytest.mark.gpu)

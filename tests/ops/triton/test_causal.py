@@ -8,22 +8,20 @@ import torch
 from lln.ops import reference
 from lln.ops import triton as kernels
 from lln.ops.state import State
-from tests.helpers import ADVERSARIAL, LENGTHS, adversarial, run_with_grads
-from tests.ops.triton.compare import compare, inputs
+from tests.helpers import ADVERSARIAL, adversarial, run_with_grads
+from tests.ops.triton.compare import CASES, compare, inputs
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length, dtype", CASES)
 def test_lengths(length, dtype, device):
     tensors = inputs(1, 2, length, width=16, device=device)
     compare(kernels.causal, reference.causal, tensors, dtype, floor=0.1)
 
 
-@pytest.mark.parametrize("normalize_keys", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype, normalize_keys", [(torch.float32, False), (torch.float16, True)])
 def test_groups_masks_and_unequal_widths(dtype, normalize_keys, device):
-    tensors = inputs(2, 4, 150, None, 48, 16, key_heads=2, device=device)
-    mask = torch.rand(2, 150, device=device) > 0.3
+    tensors = inputs(2, 2, 140, None, 48, 16, key_heads=1, device=device)
+    mask = torch.rand(2, 140, device=device) > 0.3
     mask[0, :70] = False  # rows that see nothing, over more than a chunk
     compare(
         kernels.causal, reference.causal, tensors, dtype,
@@ -33,16 +31,17 @@ def test_groups_masks_and_unequal_widths(dtype, normalize_keys, device):
 
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_no_input_underflows(name, device):
-    q, k, v = (x.to(device) for x in adversarial(name, 140, 16))
-    two = torch.full((1, 2), 2.0, dtype=torch.float64, device=device)
+    q, k, v = (x.to(device) for x in adversarial(name, 80, 16, heads=1))
+    two = torch.full((1, 1), 2.0, dtype=torch.float64, device=device)
     tensors = {"q": q, "k": k, "v": v, "alpha": two, "beta": two}
     compare(kernels.causal, reference.causal, tensors, torch.float32, floor=1.0)
 
 
 def test_careful_path_with_masks_and_normalized_keys(device):
-    tensors = inputs(1, 2, 90, width=16, key_heads=1, device=device)
+    tensors = inputs(1, 2, 50, width=16, key_heads=1, device=device)
     tensors["k"][:, :, 30] += 90
-    mask = torch.rand(1, 90, device=device) > 0.3
+    mask = torch.rand(1, 50, device=device) > 0.3
+    mask[:, 30] = True
     for normalize_keys in (False, True):
         compare(
             kernels.causal, reference.causal, tensors, torch.float32,
@@ -50,16 +49,17 @@ def test_careful_path_with_masks_and_normalized_keys(device):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("queries, keys", [(30, 100), (100, 30), (1, 70), (5, 0), (0, 5)])
+@pytest.mark.parametrize("queries, keys", [(30, 100), (70, 30), (5, 0), (0, 5)])
 def test_cross_attention_is_aligned_bottom_right(queries, keys, device):
     tensors = inputs(1, 2, queries, keys, 16, device=device)
     compare(kernels.causal, reference.causal, tensors, torch.float32, floor=0.1)
 
 
-@pytest.mark.parametrize("cut", [1, 64, 100])
+@pytest.mark.parametrize("cut", [1, 64])
 def test_a_state_stands_for_earlier_keys(cut, device):
     """Gradients included: cutting the keys in two changes nothing."""
-    tensors = {n: x.float() for n, x in inputs(2, 4, 150, key_heads=2, device=device).items()}
+    tensors = inputs(1, 2, 80, width=16, key_heads=1, device=device)
+    tensors = {n: x.float() for n, x in tensors.items()}
     d_out = torch.randn_like(tensors["q"])
 
     def resumed(q, k, v, alpha, beta):
@@ -88,13 +88,12 @@ def test_the_future_changes_nothing(device):
 def test_causal_lln_diag(device):
     tensors = inputs(1, 2, 100, width=16, device=device)
     options = {"block": 32, "scale": 0.25, "is_causal": True}
-    for dtype in (torch.float32, torch.float16):
-        compare(kernels.lln_diag, reference.lln_diag, tensors, dtype, floor=0.1, **options)
+    compare(kernels.lln_diag, reference.lln_diag, tensors, torch.float32, floor=0.1, **options)
 
 
 def test_masked_content_never_matters(device):
-    tensors = inputs(2, 2, 100, width=16, device=device)
-    mask = torch.rand(2, 100, device=device) > 0.5
+    tensors = inputs(2, 1, 80, width=16, device=device)
+    mask = torch.rand(2, 80, device=device) > 0.5
     mask[1] = False
     given = {n: x.float() for n, x in tensors.items()}
     hidden = ~mask[:, None, :, None]

@@ -15,10 +15,11 @@ def composed(q, k, v, *, alpha, beta, **options):
     return kernels.read(q, *kernels.summarize(k, v, beta=beta, **options), alpha=alpha)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("length", [1, 17, 257])
+@pytest.mark.parametrize(
+    "length, dtype", [(1, torch.float16), (17, torch.float32), (257, torch.float16)]
+)
 def test_read_of_summary_is_attention(length, dtype, device):
-    tensors = inputs(2, 4, 33, length, 32, 16, key_heads=2, device=device)
+    tensors = inputs(1, 4, 33, length, 32, 16, key_heads=2, device=device)
     # one key: its gradient is 0, up to the rounding of a sum over 33 queries
     compare(composed, reference.bidirectional, tensors, dtype, floor=4.0 * (length == 1))
 

@@ -1,0 +1,100 @@
+"""What torch.library promises: fake tensors, gradients and torch.compile agree with the kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lln.ops import triton as kernels
+from lln.ops.triton import (
+    _bidirectional,
+    _block_diagonal,
+    _causal,
+    _decode,
+    _lln_diag,
+    _varlen,
+    state,
+    statistics,
+)
+from lln.protocols import Call
+
+Q, K, ALPHA, BETA = (2, 2, 20, 16), (2, 1, 20, 16), (2, 2), (2, 1)
+
+
+def tensors(device, *shapes):
+    return [torch.randn(shape, device=device).requires_grad_() for shape in shapes]
+
+
+def arguments(name: str, device: str) -> tuple:
+    q, k, v, alpha, beta = tensors(device, Q, K, K, ALPHA, BETA)
+    log_mass, mean = tensors(device, (2, 1, 16), (2, 1, 16, 16))
+    mask = torch.rand(2, 20, device=device) > 0.3
+    cu = torch.tensor([0, 5, 20], device=device)
+    packed = [x[0].transpose(0, 1).detach().requires_grad_() for x in (q, k, v)]
+    step = [x[:, :, :1].detach() for x in (q, k, v)]
+    return {
+        "bidirectional_train": (q, k, v, alpha, beta, mask, False),
+        "summarize": (k, v, beta, mask, True),
+        "read": (q, log_mass, mean, alpha),
+        "lln_diag_train": (q, k, v, alpha, beta, None, mask, 16, 0.2, False),
+        "block_diagonal": (q, k, v, mask, 16, 0.2, True),
+        "causal": (q, k, v, alpha, beta, log_mass, mean, mask, False),
+        "varlen": (*packed, cu, cu, alpha, beta, None, False),
+        "decode": (*step, *(x.detach() for x in (log_mass, mean, alpha, beta)), None, False),
+        "standard_deviations": (q.detach(), k.detach(), mask, None),
+    }[name]
+
+
+OPS = {
+    "bidirectional_train": _bidirectional._train,
+    "summarize": state._summarize,
+    "read": state._read,
+    "lln_diag_train": _lln_diag._train,
+    "block_diagonal": _block_diagonal._forward,
+    "causal": _causal._forward,
+    "varlen": _varlen._forward,
+    "decode": _decode._decode,
+    "standard_deviations": statistics._deviations,
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_opcheck(name, device):
+    utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(OPS[name], arguments(name, device), test_utils=utilities)
+
+
+@pytest.mark.parametrize("name", ["bidirectional", "causal", "lln_diag"])
+def test_compile_keeps_the_op_whole(name, device):
+    inputs = tensors(device, Q, K, K, ALPHA, BETA)
+    options = {"block": 16, "scale": 0.2} if name == "lln_diag" else {}
+    op = getattr(kernels, name)
+
+    def attend(q, k, v, alpha, beta):
+        return op(q, k, v, alpha=alpha, beta=beta, **options).tanh()
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    expected, got = attend(*inputs), compiled(*inputs)
+    torch.testing.assert_close(got, expected)
+    gradients = (torch.autograd.grad(x.sum(), inputs) for x in (expected, got))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(other, one)
+
+
+def call(op: str, *, dtype=torch.float16, width=64, needs=()) -> Call:
+    x = torch.empty(1, 1, 4, width, dtype=dtype, device="meta")
+    return Call(op, x, x, x, frozenset(needs))
+
+
+def test_refusals_say_why(monkeypatch):
+    assert "CUDA" in kernels.refuses(call("bidirectional"))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert kernels.refuses(call("bidirectional")) is None
+    assert "float64" in kernels.refuses(call("bidirectional", dtype=torch.float64))
+    assert "dropout" in kernels.refuses(call("bidirectional", needs=["dropout"]))
+    assert "D=40" in kernels.refuses(call("bidirectional", width=40))
+    assert "shared memory" in kernels.refuses(call("causal", width=256))
+    assert "shared memory" in kernels.refuses(call("causal", width=128, dtype=torch.float32))
+    assert kernels.refuses(call("causal", width=128)) is None
+    assert kernels.refuses(call("lln_diag", needs=["learned_mix"])) is None
+    assert "no kernel" in kernels.refuses(call("recurrent"))
