@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from lln import distributed as distributed
     from lln import hf as hf
     from lln import instruments, moments, nn
     from lln.functional import attention, attention_varlen, prefill
@@ -32,7 +33,7 @@ _PUBLIC = {
     "list_mechanisms": "lln.zoo",
     "describe": "lln.zoo",
 }
-_MODULES = ("hf", "instruments", "moments", "nn")
+_MODULES = ("distributed", "hf", "instruments", "moments", "nn")
 
 __all__ = [
     "State",

@@ -82,7 +82,7 @@ def attention(
         "impl": impl,
     }
     if diag_block is not None:
-        block = {"block": diag_block, "scale": _block_scale(scale, diag_block, q.shape[-1])}
+        block = {"block": diag_block, "scale": block_scale(scale, diag_block, q.shape[-1])}
         return lln_diag(q, k, v, is_causal=is_causal, **block, **options)
     return (causal if is_causal else bidirectional)(q, k, v, **options)
 
@@ -124,7 +124,7 @@ def attention_varlen(
     q, k, v = autocast(q, k, v)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, key_mask, query_mask)
-    _check_pair(alpha, beta, is_causal)
+    check_pair(alpha, beta, is_causal)
     sequences, heads, key_heads = len(cu_seqlens_q) - 1, q.shape[1], k.shape[1]
     if alpha is None or beta is None:
         sigma_q, sigma_k = packed_standard_deviations(
@@ -144,7 +144,7 @@ def attention_varlen(
         beta=as_scale("beta", beta, sequences, key_heads, k),
         key_mask=key_mask,
         block=diag_block,
-        scale=1.0 if diag_block is None else _block_scale(scale, diag_block, q.shape[-1]),
+        scale=1.0 if diag_block is None else block_scale(scale, diag_block, q.shape[-1]),
         is_causal=is_causal,
         normalize_keys=normalize_keys,
         impl=impl,
@@ -230,7 +230,8 @@ def _decodes_in_one_launch(
     return triton.refuses(Call("decode", q, k, v)) is None
 
 
-def _check_pair(alpha: object, beta: object, is_causal: bool) -> None:
+def check_pair(alpha: object, beta: object, is_causal: bool) -> None:
+    """Both scales or neither, and both if causal."""
     if (alpha is None) != (beta is None):
         given, missing = ("beta", "alpha") if alpha is None else ("alpha", "beta")
         raise ValueError(
@@ -249,7 +250,7 @@ def _check_pair(alpha: object, beta: object, is_causal: bool) -> None:
 def _scales(
     q, k, alpha, beta, key_mask, query_mask, is_causal, method, normalize_keys
 ) -> tuple[Tensor, Tensor]:
-    _check_pair(alpha, beta, is_causal)
+    check_pair(alpha, beta, is_causal)
     if alpha is not None:
         return (
             as_scale("alpha", alpha, q.shape[0], q.shape[1], q),
@@ -265,7 +266,8 @@ def _scales(
     )
 
 
-def _block_scale(scale: float | None, block: int, width: int) -> float:
+def block_scale(scale: float | None, block: int, width: int) -> float:
+    """Of the block-diagonal branch: 1/sqrt(width) unless given."""
     check_positive_int("diag_block", block)
     if scale is None:
         return width**-0.5

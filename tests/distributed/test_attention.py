@@ -1,0 +1,106 @@
+"""Slices on several processes equal one process; what they send does not depend on the length."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lln
+from tests.distributed.cases import CASES
+
+ROOT = Path(__file__).resolve().parents[2]
+PROCESSES = 4
+BY_NAME = {f"{case.name} on {size}": case for case in CASES for size in (1, 2, 4)}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> list[dict[str, Any]]:
+    """What each of 4 processes found; they are started once for all tests of this file."""
+    out = tmp_path_factory.mktemp("distributed")
+    command = [sys.executable, "-m", "tests.distributed.worker"]
+    children = [
+        subprocess.Popen(
+            [*command, str(rank), str(out / "store"), str(out)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(PROCESSES)
+    ]
+    try:
+        said = [child.communicate(timeout=120)[1] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    for rank, child in enumerate(children):
+        assert child.returncode == 0, f"process {rank} failed:\n{said[rank][-3000:]}"
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
+
+
+def test_slices_equal_the_whole_sequence(results):
+    compared = 0
+    for rank, result in enumerate(results):
+        for name, errors in result["errors"].items():
+            case = BY_NAME[name]
+            rounding = torch.finfo(case.dtype).eps
+            # An exponent is rounded in proportion to its size, which grows with the inputs.
+            wide = torch.float64 if case.dtype == torch.float64 else torch.float32
+            accumulated = 128 * max(case.spread, case.shift) * torch.finfo(wide).eps
+            for tensor, (error, of_one_process, largest) in errors.items():
+                compared += 1
+                allowed = 2 * of_one_process + (2 * rounding + accumulated) * max(1, largest)
+                assert error <= allowed, (
+                    f"{name}, process {rank}, {tensor}: {error:.2e} exceeds {allowed:.2e}"
+                )
+    assert compared > PROCESSES * len(CASES) * 2 * 3
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_one_exchange_each_way_whose_size_does_not_depend_on_the_length(results, is_causal):
+    batch, heads, width = 2, 3, 16
+    state = batch * heads * width * (width + 1) * 4
+    for result in results:
+        for tokens in (16, 512):
+            found = result["exchanges"][f"{tokens} tokens, measured=False, {is_causal=}"]
+            backward = PROCESSES * state if is_causal else state
+            assert found == [PROCESSES * state, backward]
+
+
+def test_measuring_the_scales_costs_six_numbers_per_head_more(results):
+    for result in results:
+        for tokens in (16, 512):
+            first, *rest = result["exchanges"][f"{tokens} tokens, measured=True, is_causal=False"]
+            assert first == PROCESSES * 2 * 3 * 6 * 8
+            assert rest == result["exchanges"]["16 tokens, measured=False, is_causal=False"]
+
+
+REFUSALS = {
+    "block": "12 tokens, not a multiple of diag_block=8",
+    "causal lengths": "q has 4 tokens but k has 12",
+    "diag lengths": "diag_block=4 needs the queries and keys of the same slice",
+    "causal without scales": "is_causal=True needs alpha and beta",
+    "one scale": "alpha was given without beta",
+    "reference": "impl='reference' has no states",
+    "not a member": "not a member of group",
+}
+
+
+def test_bad_calls_are_refused_on_every_process(results):
+    for result in results:
+        assert result["refusals"].keys() == REFUSALS.keys()
+        for name, words in REFUSALS.items():
+            assert words in result["refusals"][name], name
+
+
+def test_without_a_process_group_the_call_says_what_to_do():
+    x = torch.randn(1, 1, 8, 8)
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        lln.distributed.attention(x, x, x, group=None)

@@ -1,0 +1,190 @@
+"""One process of the tests: python -m tests.distributed.worker RANK STORE OUT.
+
+Every process makes the whole sequence, runs lln.attention on it, runs its slice through
+lln.distributed.attention, and writes how far the two are apart.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import lln
+from tests.distributed.cases import CASES, Case, tensors
+from tests.helpers import run_with_grads
+
+PROCESSES = 4
+SHARED = ("d_alpha", "d_beta")
+
+
+def in_slices(case: Case, group: Any) -> dict[str, Tensor]:
+    """Output and gradients of this process's slice; of the shared scales, summed over all."""
+    learned, masks, d_out = tensors(case, dist.get_world_size(group))
+    lengths = case.lengths(dist.get_world_size(group))
+    rank = dist.get_rank(group)
+    part = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
+    own = {name: x if name in ("alpha", "beta") else x[:, :, part] for name, x in learned.items()}
+    masks = {name: x[:, part] for name, x in masks.items()}
+
+    def call(**own: Tensor) -> Tensor:
+        return lln.distributed.attention(**own, **masks, group=group, **case.options)
+
+    got = run_with_grads(call, own, d_out[:, :, part])
+    for name in SHARED:
+        if name in got:
+            dist.all_reduce(got[name], group=group)
+    return got
+
+
+def at_once(case: Case, group: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The same by one process, cut to this process's slice."""
+    learned, masks, d_out = tensors(case, dist.get_world_size(group))
+    scales = ("alpha", "beta")
+    wide = {
+        n: x if n in scales and dtype != torch.float64 else x.to(dtype) for n, x in learned.items()
+    }
+
+    def call(**learned: Tensor) -> Tensor:
+        return lln.attention(**learned, **masks, **case.options)
+
+    lengths = case.lengths(dist.get_world_size(group))
+    rank = dist.get_rank(group)
+    part = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
+    whole = run_with_grads(call, wide, d_out)
+    return {name: x if name in SHARED else x[:, :, part] for name, x in whole.items()}
+
+
+def compare(case: Case, group: Any) -> dict[str, list[float]]:
+    """Per tensor: error of the slices, error of one process in the same dtype, largest value."""
+    got = in_slices(case, group)
+    plain, exact = (at_once(case, group, dtype) for dtype in (case.dtype, torch.float64))
+    errors = {}
+    for name, x in got.items():
+        assert x.isfinite().all(), f"{case.name}: {name} is not finite"
+        if x.numel() == 0:
+            continue
+        truth = exact[name]
+        errors[name] = [
+            (x - truth).abs().max().item(),
+            (plain[name] - truth).abs().max().item(),
+            truth.abs().max().item(),
+        ]
+    return errors
+
+
+class Traffic:
+    """Counts calls and bytes of every collective of torch.distributed while it is entered."""
+
+    NAMES = (
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_reduce",
+        "all_to_all",
+        "all_to_all_single",
+        "broadcast",
+        "gather",
+        "isend",
+        "recv",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "scatter",
+        "send",
+    )
+
+    def __enter__(self) -> Traffic:
+        self.calls: list[int] = []
+        self._before = {name: getattr(dist, name) for name in self.NAMES}
+        for name, function in self._before.items():
+            setattr(dist, name, self._counting(function))
+        return self
+
+    def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            given = [x if isinstance(x, list) else [x] for x in (*args, *kwargs.values())]
+            self.calls.append(max(sum(getattr(x, "nbytes", 0) for x in xs) for xs in given))
+            return function(*args, **kwargs)
+
+        return counting
+
+    def __exit__(self, *_: object) -> None:
+        for name, function in self._before.items():
+            setattr(dist, name, function)
+
+
+def traffic(tokens: int, group: Any, *, measured: bool, is_causal: bool) -> list[int]:
+    """Bytes of each exchange of a forward and backward pass."""
+    x = torch.randn(3, 2, 3, tokens, 16, generator=torch.Generator().manual_seed(0))
+    q, k, v = x.requires_grad_().unbind()
+    scales = {} if measured else {"alpha": 2.0, "beta": 2.0}
+    with Traffic() as seen:
+        out = lln.distributed.attention(q, k, v, group=group, is_causal=is_causal, **scales)
+        out.sum().backward()
+    return seen.calls
+
+
+def refusals(group: Any, outsiders: Any) -> dict[str, str]:
+    """What bad calls say; no process must be left waiting for another."""
+    x = torch.randn(1, 2, 12, 8)
+    calls: dict[str, dict[str, Any]] = {
+        "block": {"diag_block": 8},
+        "causal lengths": {"q": x[:, :, :4], "is_causal": True, "alpha": 1.0, "beta": 1.0},
+        "diag lengths": {"q": x[:, :, :4], "diag_block": 4},
+        "causal without scales": {"is_causal": True},
+        "one scale": {"alpha": 1.0},
+        "reference": {"impl": "reference"},
+        "not a member": {"group": outsiders},
+    }
+    said = {}
+    for name, options in calls.items():
+        try:
+            lln.distributed.attention(**{"q": x, "k": x, "v": x, "group": group, **options})
+            said[name] = "nothing"
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+def main(rank: int, store: str, out: Path) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=PROCESSES,
+        timeout=timedelta(seconds=60),
+    )
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    groups = {"1": dist.new_group([0]), "2": pairs[rank // 2], "4": None}
+    errors = {
+        f"{case.name} on {size}": compare(case, group)
+        for size, group in groups.items()
+        for case in CASES
+        if size != "1" or rank == 0
+    }
+    exchanges = {
+        f"{tokens} tokens, {measured=}, {is_causal=}": traffic(
+            tokens, None, measured=measured, is_causal=is_causal
+        )
+        for tokens in (16, 512)
+        for measured, is_causal in ((False, False), (True, False), (False, True))
+    }
+    result = {
+        "errors": errors,
+        "exchanges": exchanges,
+        "refusals": refusals(None, pairs[1 - rank // 2]),
+    }
+    (out / f"{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
