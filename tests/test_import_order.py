@@ -33,7 +33,7 @@ LAYERS: dict[str, set[str]] = {
     "figures": {"bench", "instruments", "functional", "moments", "ops", "report", "files", "data"},
     "verify": {"figures", "instruments", "moments", "ops"},
     "inspection": {"bench", "instruments", "moments", "ops", "report", "files", "data"},
-    "experiments": {"models", "hf", "zoo", "instruments", "data", "files"},
+    "experiments": {"bench", "models", "hf", "zoo", "instruments", "data", "files"},
     "cli": {
         "demo",
         "inspection",

@@ -1,0 +1,420 @@
+"""The training loop: one for all tasks, resumable at any moment, the same on any number of devices.
+
+    class Copy(Task):                          # a task: see tests/experiments/toy.py for all of it
+        name, metric, better = "copy", "loss", "lower"
+        ...
+    summary = train(Copy(), TrainConfig(steps=200), Path("runs/copy"))
+
+Nothing depends on the state of a loader or a generator: batches, dropout and the learning rate are
+functions of the step. So `kill -9` and the same call again give the same weights, bit for bit on a
+CPU in float32, and the same curve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lln import files
+from lln.experiments import checkpoint
+from lln.experiments.config import TrainConfig
+from lln.experiments.engine import Engine, make_accelerator
+from lln.experiments.progress import Progress, Silent
+from lln.experiments.runlog import RunLog
+from lln.instruments import monitor
+
+
+class Task:
+    """What is learned. Subclasses define the methods that raise here.
+
+    Attributes:
+        name: Subject of the result row.
+        metric, better: Which number of :meth:`evaluate` chooses the best checkpoint, and whether
+            "lower" or "higher" is better.
+        settings: What else decides the result beside the TrainConfig (recipe, data, length), in
+            JSON values; part of the digest and of the row.
+        tokens: Of a row, for tokens per second; 0 = not counted.
+    """
+
+    name: str = ""
+    metric: str = "loss"
+    better: str = "lower"
+    settings: Mapping[str, Any] = {}
+    tokens: int = 0
+
+    def prepare(self, device: torch.device) -> None:
+        """Called once, before everything else: load data, onto the device if that is faster."""
+
+    def build(self) -> nn.Module:
+        """The model, from the seed alone: use :func:`lln.experiments.seeds.seeded`."""
+        raise NotImplementedError
+
+    def batch(self, step: int, rows: slice) -> Mapping[str, Tensor]:
+        """Rows of the global batch of a step; a pure function of seed, step and row.
+
+        On any device: the loop moves the tensors.
+        """
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Sum of the losses and number of terms, as 0-d tensors; the loop divides.
+
+        It divides by the number in the whole global batch, so that accumulation and any number of
+        processes give the gradient of one big batch. This function is what ``compile`` compiles.
+        """
+        raise NotImplementedError
+
+    def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
+        """Metrics on "valid" (while training) or "test"; every process computes all of them."""
+        raise NotImplementedError
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        """Add to a checkpoint what makes its folder loadable: config.json, a tokenizer."""
+
+
+@dataclass
+class Summary:
+    """How a run went.
+
+    Attributes:
+        metrics: Of the last evaluation on "valid".
+        best: Value of the task's metric in the best evaluation, and its step.
+        seconds: Of training; evaluation, checkpoints and the first update (compilation) not
+            counted, the latter being ``first_seconds``.
+        diverged: Whether it was given up because losses were NaN or infinite.
+        model: Trained, on its device, in evaluation mode.
+    """
+
+    steps: int
+    metrics: dict[str, float]
+    best: tuple[float, int] | None
+    loss: float | None
+    parameters: int
+    seconds: float
+    first_seconds: float
+    step_ms: float | None
+    tokens_per_second: float | None
+    peak_mb: float | None
+    processes: int
+    diverged: bool
+    device: str
+    model: nn.Module = field(repr=False)
+
+    def row(self) -> dict[str, Any]:
+        """Columns of a result row; metrics of the evaluation keep their names."""
+        best = {} if self.best is None else {"best": self.best[0], "best_step": self.best[1]}
+        return {
+            **self.metrics,
+            **best,
+            "train_loss": self.loss,
+            "steps": self.steps,
+            "parameters": self.parameters,
+            "step_ms": self.step_ms,
+            "tokens_per_second": self.tokens_per_second,
+            "peak_mb": self.peak_mb,
+            "processes": self.processes,
+            "train_seconds": round(self.seconds, 2),
+            "first_seconds": round(self.first_seconds, 2),
+            "diverged": self.diverged,
+        }
+
+
+def train(
+    task: Task,
+    config: TrainConfig,
+    folder: Path | None,
+    *,
+    progress: Progress | None = None,
+    tensorboard: bool = True,
+) -> Summary:
+    """Train, or continue what an earlier call in the same folder has left.
+
+    Args:
+        folder: Of the run: run.json, curve.jsonl, monitor.jsonl, tensorboard/, checkpoints/, best
+            and last. None keeps nothing.
+        progress: Shows how far it is; silent by default.
+
+    Raises:
+        ValueError: The folder holds another run.
+
+    Example:
+        >>> summary = train(task, TrainConfig(steps=100, eval_every=20), Path("runs/a"))
+        >>> summary.metrics["loss"], summary.best
+    """
+    accelerator = make_accelerator(config)
+    task.prepare(accelerator.device)
+    if folder is not None:
+        folder = Path(folder)
+        if accelerator.is_main_process:
+            _claim(folder, task, config)
+        accelerator.wait_for_everyone()
+    engine = Engine(accelerator, task.build(), task, config)
+    run = _Run(task, config, folder, engine, progress or Silent(), tensorboard)
+    with contextlib.closing(run):
+        return run.to_the_end()
+
+
+class _Run:
+    """The state of a run between two updates."""
+
+    def __init__(
+        self,
+        task: Task,
+        config: TrainConfig,
+        folder: Path | None,
+        engine: Engine,
+        progress: Progress,
+        tensorboard: bool,
+    ) -> None:
+        self.task, self.config, self.folder, self.engine = task, config, folder, engine
+        self.step, self.saved, self.since_best = 0, -1, 0
+        self.best: tuple[float, int] | None = None
+        self.metrics: dict[str, float] = {}
+        self.loss: float | None = None
+        self.diverged = self.stopped = False
+        self.seconds = self.first_seconds = 0.0
+        self.counted, self.warm = 0, False  # updates that `seconds` is about
+        self.mark = time.perf_counter()
+        self.main = engine.rank == 0
+        self.progress = progress if self.main else Silent()
+        self._resume()
+        self.log = None
+        if folder is not None and self.main:
+            self.log = RunLog(folder, step=self.step, tensorboard=tensorboard)
+
+    def to_the_end(self) -> Summary:
+        """Run all updates that are left."""
+        config = self.config
+        self.progress.start(config, self.step)
+        if self.step == 0 and config.eval_every:
+            self._evaluate()
+        self.mark = time.perf_counter()
+        while self.step < config.steps and not self.stopped:
+            self._update()
+            last = self.step == config.steps
+            if self.step % config.log_every == 0 or last:
+                self._note()
+            if (config.eval_every and self.step % config.eval_every == 0) or last or self.stopped:
+                self._off_the_clock(self._evaluate)
+            due = bool(config.save_every) and self.step % config.save_every == 0
+            if due or last or self.stopped:
+                self._off_the_clock(self._save)
+        if not self.metrics:  # it had ended before
+            self.metrics = self._measure()
+        return self._summary()
+
+    def _update(self) -> None:
+        every = self.config.monitor_every
+        if every and self.step % every == 0:
+            self._off_the_clock(self._measured_update)
+        else:
+            self.engine.update(self.step)
+            self._count()
+        self.step += 1
+        self.progress.at(self.step)
+
+    def _count(self) -> None:
+        """Time all updates but the first of this process, which compiles and allocates."""
+        if self.warm:
+            self.counted += 1
+            return
+        _wait(self.engine.device)
+        now = time.perf_counter()
+        self.first_seconds += now - self.mark
+        self.warm, self.mark = True, now
+
+    def _measured_update(self) -> None:
+        """Uncompiled, as compiled code does not pass by the monitor; it sees one micro-batch."""
+        engine, accumulation = self.engine, self.config.accumulation
+        with monitor(engine.root, every=accumulation, first_step=self.step) as rows:
+            engine.update(self.step, self.task.loss)
+        if self.log is not None:
+            self.log.monitor([{**row, "step": self.step} for row in rows if "layer" in row])
+
+    def _off_the_clock(self, action) -> None:
+        """Do something that is not training."""
+        _wait(self.engine.device)
+        self.seconds += time.perf_counter() - self.mark
+        action()
+        _wait(self.engine.device)
+        self.mark = time.perf_counter()
+
+    def _note(self) -> None:
+        """Read the sums of the last updates, the only time a GPU is waited for."""
+        losses, terms, broken = self.engine.read_sums()
+        self.engine.set_sums([0.0] * 3)
+        now = time.perf_counter()
+        self.seconds += now - self.mark
+        self.mark = now
+        self.loss = losses / terms if terms else math.nan
+        row = {
+            "kind": "train",
+            "step": self.step,
+            "loss": self.loss,
+            "learning_rate": self.config.rate(self.step - 1),
+            "gradient_norm": self.engine.gradient_norm(),
+            "loss_scale": self.engine.scaler.get_scale()
+            if self.engine.scaler.is_enabled()
+            else None,
+            "skipped": int(broken),
+            "tokens": self.step * self.config.batch_size * self.task.tokens,
+            "seconds": round(self.seconds, 3),
+        }
+        if self.log is not None:
+            self.log.curve(row)
+        self.progress.train(row, self._tokens_per_second())
+        if not terms:
+            self.diverged = self.stopped = True
+
+    def _measure(self) -> dict[str, float]:
+        return dict(self.engine.evaluate(self.task.evaluate, "valid"))
+
+    def _evaluate(self) -> None:
+        self.metrics = self._measure()
+        value = self.metrics.get(self.task.metric, math.nan)
+        sign = 1 if self.task.better == "higher" else -1
+        if math.isfinite(value) and (self.best is None or sign * value > sign * self.best[0]):
+            self.best, self.since_best = (value, self.step), 0
+        else:
+            self.since_best += 1
+        row = {"kind": "eval", "step": self.step, **self.metrics}
+        row |= {"tokens": self.step * self.config.batch_size * self.task.tokens}
+        if self.log is not None:
+            self.log.curve({**row, "seconds": round(self.seconds, 3)})
+        self.progress.evaluation(row)
+        if self.config.patience and self.since_best >= self.config.patience:
+            self.stopped = True
+        improved = self.best is not None and self.best[1] == self.step
+        if improved and self.config.save_every and self.step > 0:
+            self._save()
+
+    def _save(self) -> None:
+        if self.folder is None or self.config.keep == 0 or self.saved == self.step:
+            return
+        engine = self.engine
+        model, moments, sums = (
+            engine.model_tensors(),
+            engine.optimizer_tensors(),
+            engine.read_sums(),
+        )
+        self.saved = self.step
+        if not self.main:
+            return
+        state = {
+            "step": self.step,
+            "sums": sums,
+            "scaler": engine.scaler.state_dict(),
+            "best": self.best,
+            "since_best": self.since_best,
+            "stopped": self.stopped,
+            "loss": None if self.loss is None or not math.isfinite(self.loss) else self.loss,
+            "seconds": self.seconds,
+            "first_seconds": self.first_seconds,
+            "counted": self.counted,
+        }
+        parent = self.folder / "checkpoints"
+        written = checkpoint.write(
+            parent,
+            model=model,
+            optimizer=moments,
+            state=state,
+            identity=_identity(self.task, self.config),
+            extra=lambda inside: self.task.save(engine.model, inside),
+        )
+        checkpoint.point(self.folder / "last", written)
+        best = None if self.best is None else self.best[1]
+        if best == self.step:
+            checkpoint.point(self.folder / "best", written)
+        checkpoint.prune(parent, self.config.keep, best)
+
+    def _resume(self) -> None:
+        if self.folder is None:
+            return
+        found = checkpoint.newest(self.folder / "checkpoints", _identity(self.task, self.config))
+        if found is None:
+            return
+        state = found.state
+        tensors = found.tensors(checkpoint.MODEL), found.tensors(checkpoint.OPTIMIZER)
+        self.engine.load(*tensors)
+        self.engine.set_sums(state["sums"])
+        self.engine.scaler.load_state_dict(state["scaler"])
+        self.step = self.saved = state["step"]
+        self.best = None if state["best"] is None else tuple(state["best"])
+        self.since_best, self.loss = state["since_best"], state["loss"]
+        self.stopped = state["stopped"]
+        self.seconds, self.counted = state["seconds"], state["counted"]
+        self.first_seconds = state["first_seconds"]
+
+    def _tokens_per_second(self) -> float | None:
+        if not self.counted or not self.seconds or not self.task.tokens:
+            return None
+        return self.counted * self.config.batch_size * self.task.tokens / self.seconds
+
+    def _summary(self) -> Summary:
+        engine, cuda = self.engine, self.engine.device.type == "cuda"
+        engine.wrapped.eval()
+        return Summary(
+            steps=self.step,
+            metrics=self.metrics,
+            best=self.best,
+            loss=self.loss,
+            parameters=sum(parameter.numel() for parameter in engine.model.parameters()),
+            seconds=self.seconds,
+            first_seconds=self.first_seconds,
+            step_ms=1e3 * self.seconds / self.counted if self.counted else None,
+            tokens_per_second=self._tokens_per_second(),
+            peak_mb=torch.cuda.max_memory_allocated() / 2**20 if cuda else None,
+            processes=engine.world,
+            diverged=self.diverged,
+            device=str(engine.device),
+            model=engine.model,
+        )
+
+    def close(self) -> None:
+        self.progress.stop()
+        if self.log is not None:
+            self.log.close()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _identity(task: Task, config: TrainConfig) -> str:
+    return f"{task.name}-{config.digest(task.settings)}-seed{config.seed}"
+
+
+def _claim(folder: Path, task: Task, config: TrainConfig) -> None:
+    """Write run.json, or compare with the one that is there."""
+    path = folder / "run.json"
+    configuration = {"task": task.name, **config.as_dict(), **task.settings}
+    mine = {"identity": _identity(task, config), "configuration": configuration}
+    if path.exists():
+        try:
+            there = json.loads(path.read_text(encoding="utf-8"))
+            other = there["configuration"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"{path} cannot be read, so nobody knows what run this is; choose another folder, "
+                "or remove this one"
+            ) from None
+        if there.get("identity") != mine["identity"]:
+            keys = [key for key in configuration if configuration[key] != other.get(key)]
+            said = ", ".join(
+                f"{key}={other.get(key)!r} and not {configuration[key]!r}" for key in keys
+            )
+            raise ValueError(
+                f"{folder} holds a run with {said or 'other settings'}; choose another folder, or "
+                "remove this one to start again"
+            )
+    files.write_text(path, json.dumps(mine, indent=1) + "\n")
