@@ -32,7 +32,7 @@ LAYERS: dict[str, set[str]] = {
     "demo": {"bench", "instruments", "moments", "ops", "report", "files"},
     "figures": {"bench", "instruments", "functional", "moments", "ops", "report", "files", "data"},
     "verify": {"figures", "instruments", "moments", "ops"},
-    "inspection": {"bench", "instruments", "moments", "ops", "report", "files", "data"},
+    "inspection": {"bench", "hf", "instruments", "moments", "ops", "report", "files", "data"},
     "experiments": {"bench", "models", "hf", "zoo", "instruments", "data", "files"},
     "cli": {
         "demo",

@@ -100,6 +100,20 @@ def test_numbers_are_those_of_the_model(tmp_path):
             assert row[name] == pytest.approx(value.mean().item(), rel=1e-3, abs=1e-5), name
 
 
+def test_a_model_saved_with_lln_is_measured_with_lln(tmp_path):
+    from lln import hf
+
+    model = load(save("roberta", tmp_path / "softmax")).model
+    hf.replace(model, "lln", quiet=True)
+    model.save_pretrained(tmp_path / "lln")
+    loaded = load(tmp_path / "lln")
+    assert "from safetensors" in loaded.weights
+    inputs = prepare(tmp_path / "lln", loaded, TEXT, tokens=30, sequences=1)
+    with torch.no_grad(), attention_calls(loaded.model, samples=1) as calls:
+        loaded.model(**inputs.arguments)
+    assert {call.kernel for call in calls} == {"lln"}
+
+
 def gaussian_call(temperature: float, tokens: int = 200, **changes) -> AttentionCall:
     q, k = gaussian(tokens, 64, temperature, dtype=torch.float32)
     return AttentionCall(0, "", "softmax", **{"q": q, "k": k, **changes})

@@ -78,9 +78,14 @@ def load(folder: Path, *, seed: int = 0) -> Loaded:
 
 
 def _load_weights(transformers, folder: Path, config, local: dict[str, Any]) -> Loaded:
+    read = transformers.AutoModel.from_pretrained
+    if getattr(config, "lln", None):  # saved after lln.hf.replace
+        from lln import hf
+
+        read = hf.load
     model, report = _reading(
         folder,
-        lambda: transformers.AutoModel.from_pretrained(
+        lambda: read(
             folder,
             config=config,
             use_safetensors=True,

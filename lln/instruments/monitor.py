@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ NOTHING_FOUND = (
 )
 
 
+@runtime_checkable
 class LossScaler(Protocol):
     """What is read of a ``torch.amp.GradScaler``."""
 
