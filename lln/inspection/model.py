@@ -78,7 +78,7 @@ def load(folder: Path, *, seed: int = 0) -> Loaded:
 
 
 def _load_weights(transformers, folder: Path, config, local: dict[str, Any]) -> Loaded:
-    read = transformers.AutoModel.from_pretrained
+    read: Any = transformers.AutoModel.from_pretrained
     if getattr(config, "lln", None):  # saved after lln.hf.replace
         from lln import hf
 
