@@ -1,0 +1,385 @@
+"""Masked language modelling with RoBERTa: recipes, the task, a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lln.experiments import runlog
+from lln.experiments.config import TrainConfig
+from lln.experiments.data import text, tokens
+from lln.experiments.data.mlm import Masking, Rows, batch, in_order
+from lln.experiments.loop import Summary, Task, train
+from lln.experiments.progress import Progress
+from lln.experiments.seeds import derived_seed, seeded
+from lln.instruments.rows import Row
+
+SOFTMAX = {"softmax": "sdpa", "softmax_eager": "eager"}
+
+
+@dataclass(frozen=True)
+class MLMConfig:
+    """A run of masked language modelling.
+
+    Attributes:
+        recipe: The name it was made from.
+        length: Tokens of a row.
+        batches: "packed" or "padded", see :class:`lln.experiments.data.mlm.Rows`.
+        vocabulary: Of the BPE tokenizer, if one is trained.
+        corpus: What names of files begin with, where the data folder has several corpora.
+        dropout: Of embeddings and layers; attention has none, whatever the mechanism.
+    """
+
+    recipe: str
+    layers: int
+    width: int
+    heads: int
+    feed_forward: int
+    vocabulary: int
+    length: int = 512
+    batches: str = "packed"
+    dropout: float = 0.0
+    corpus: str | None = None
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def settings(self) -> dict[str, Any]:
+        """What a row says beside the fields of ``train``."""
+        return {
+            item.name: getattr(self, item.name)
+            for item in dataclasses.fields(self)
+            if item.name != "train"
+        }
+
+
+def roberta_base() -> MLMConfig:
+    """12 layers of 768, N = 512: the size of the paper, fewer steps."""
+    return MLMConfig(
+        "roberta-base",
+        layers=12,
+        width=768,
+        heads=12,
+        feed_forward=3072,
+        vocabulary=50_000,
+        dropout=0.1,
+        train=TrainConfig(
+            steps=100_000,
+            batch_size=256,
+            learning_rate=6e-4,
+            warmup=6_000,
+            precision="bf16",
+            eval_every=2_000,
+            save_every=2_000,
+        ),
+    )
+
+
+def roberta_small() -> MLMConfig:
+    """6 layers of 512, N = 512, many small steps: softmax leaves the plateau of its start too."""
+    return MLMConfig(
+        "roberta-small",
+        layers=6,
+        width=512,
+        heads=8,
+        feed_forward=2048,
+        vocabulary=16_384,
+        train=TrainConfig(
+            steps=16_000,
+            batch_size=32,
+            learning_rate=7e-4,
+            warmup=500,
+            precision="bf16",
+            eval_every=1_000,
+            save_every=4_000,
+        ),
+    )
+
+
+def roberta_tiny() -> MLMConfig:
+    """2 layers of 128, N = 128: about a minute on two cores, for demonstrations."""
+    return MLMConfig(
+        "roberta-tiny",
+        layers=2,
+        width=128,
+        heads=4,
+        feed_forward=512,
+        vocabulary=1_024,
+        length=128,
+        train=TrainConfig(
+            steps=300,
+            batch_size=16,
+            learning_rate=3e-3,
+            warmup=30,
+            log_every=10,
+            eval_every=50,
+            save_every=100,
+        ),
+    )
+
+
+def figure_1() -> MLMConfig:
+    """The small single-head model of Fig. 1: temperature, entropy and gap while it trains."""
+    small = roberta_small()
+    return replace(
+        small,
+        recipe="figure-1",
+        layers=4,
+        width=256,
+        heads=1,
+        feed_forward=1024,
+        length=128,
+        train=replace(
+            small.train,
+            steps=4_000,
+            learning_rate=1e-3,
+            precision="fp32",
+            monitor_every=50,
+            eval_every=500,
+            save_every=0,
+        ),
+    )
+
+
+RECIPES: dict[str, Callable[[], MLMConfig]] = {
+    "roberta-base": roberta_base,
+    "roberta-small": roberta_small,
+    "roberta-tiny": roberta_tiny,
+    "figure-1": figure_1,
+}
+
+
+def configure(recipe: str, **changes: Any) -> MLMConfig:
+    """A recipe with fields of :class:`MLMConfig` and :class:`TrainConfig` changed by name.
+
+    Example:
+        >>> configure("roberta-small", attention="lln_diag", options={"method": "entropy"}, seed=1)
+    """
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe={recipe!r} is unknown; choose from {', '.join(RECIPES)}")
+    start = RECIPES[recipe]()
+    inner = {item.name for item in dataclasses.fields(TrainConfig)}
+    outer = {item.name for item in dataclasses.fields(MLMConfig)} - {"train", "recipe"}
+    unknown = sorted(set(changes) - inner - outer)
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)} is no field of a run; choose from "
+            f"{', '.join(sorted(inner | outer))}"
+        )
+    asked = {name: value for name, value in changes.items() if name in inner}
+    if "steps" in asked and "warmup" not in asked:  # a short run warms up in proportion
+        asked["warmup"] = min(start.train.warmup, max(1, asked["steps"] // 10))
+    others = {name: value for name, value in changes.items() if name in outer}
+    return replace(start, **others, train=replace(start.train, **asked))
+
+
+class MLM(Task):
+    """Predict the hidden 15 % of the tokens; the vocabulary is scored at those only.
+
+    Args:
+        encoded: The corpus, see :func:`lln.experiments.data.tokens.encode`.
+    """
+
+    name, metric, better = "mlm", "loss", "lower"
+
+    def __init__(self, config: MLMConfig, encoded: tokens.Encoded) -> None:
+        self.config, self.encoded = config, encoded
+        self.tokens = config.length
+        self.settings = {
+            **config.settings(),
+            "corpus": encoded.corpus,
+            "vocabulary": encoded.vocabulary,
+            "tokens_digest": encoded.digest,
+        }
+        self.parameters_softmax = 0
+
+    def prepare(self, device: torch.device) -> None:
+        options = {"length": self.config.length, "kind": self.config.batches, "device": device}
+        self.rows = {name: Rows(split, **options) for name, split in self.encoded.splits.items()}
+        self.masking = Masking(self.encoded.vocabulary, self.config.train.seed)
+        # Every run and every seed is judged on the same hidden tokens.
+        self.judging = Masking(self.encoded.vocabulary, derived_seed(0, "evaluation"))
+
+    def build(self) -> nn.Module:
+        model, self.parameters_softmax = build_model(self.config, self.encoded.vocabulary)
+        return model
+
+    def batch(self, step: int, rows: slice) -> Mapping[str, Tensor]:
+        size = self.config.train.batch_size
+        return batch(self.rows["train"], self.masking, step, rows, batch_size=size)
+
+    def loss(self, model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        scores, labels = _scores(model, batch)
+        return F.cross_entropy(scores, labels, reduction="sum"), (labels >= 0).sum()
+
+    def evaluate(self, model: Any, split: str) -> dict[str, float]:
+        device = self.rows[split].ids.device
+        sums = torch.zeros(3, dtype=torch.float64, device=device)
+        size = max(1, 16_384 // self.config.length)
+        for each in in_order(self.rows[split], self.judging, size):
+            scores, labels = _scores(model, each)
+            known = labels >= 0
+            sums[0] += F.cross_entropy(scores, labels, reduction="sum")
+            sums[1] += ((scores.argmax(-1) == labels) & known).sum()
+            sums[2] += known.sum()
+        loss, right, terms = sums.tolist()
+        return {"loss": loss / terms, "accuracy": right / terms}
+
+    def save(self, model: Any, folder: Path) -> None:
+        model.config.save_pretrained(folder)
+        fast_tokenizer(self.encoded.tokenizer, self.config.length).save_pretrained(folder)
+
+
+def _scores(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Scores of the vocabulary at the hidden positions ``[R K, V]``, and the labels ``[R K]``."""
+    states = model.roberta(batch["input_ids"], attention_mask=batch.get("attention_mask"))[0]
+    index = batch["positions"][:, :, None].expand(-1, -1, states.shape[2])
+    scores = model.lm_head(states.gather(1, index))
+    return scores.flatten(0, 1).float(), batch["labels"].flatten()
+
+
+def build_model(config: MLMConfig, vocabulary: int) -> tuple[Any, int]:
+    """RobertaForMaskedLM with fresh weights, and how many it has with softmax attention.
+
+    The weights are the same for every attention; a mechanism may add some of its own.
+    """
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    import lln.hf
+
+    attention = config.train.attention
+    if attention in SOFTMAX and config.train.options:
+        raise ValueError(f"options={dict(config.train.options)}: {attention!r} has none")
+    sizes = RobertaConfig(
+        vocab_size=vocabulary,
+        hidden_size=config.width,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        intermediate_size=config.feed_forward,
+        max_position_embeddings=config.length + tokens.PAD + 1,
+        hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=0.0,
+        type_vocab_size=1,
+        bos_token_id=tokens.START,
+        pad_token_id=tokens.PAD,
+        eos_token_id=tokens.END,
+        architectures=["RobertaForMaskedLM"],
+    )
+    sizes._attn_implementation = SOFTMAX.get(attention, "sdpa")
+    with seeded(config.train.seed, "weights"):
+        model = RobertaForMaskedLM(sizes)
+        count = sum(parameter.numel() for parameter in model.parameters())
+        if attention not in SOFTMAX:
+            lln.hf.replace(model, attention, quiet=True, **config.train.options)
+    return model, count
+
+
+def fast_tokenizer(tokenizer: Any, length: int) -> Any:
+    """The tokenizer as transformers knows it, <s> and </s> around each text."""
+    from tokenizers.processors import RobertaProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    start, pad, end, unknown, mask = tokens.SPECIAL
+    tokenizer.post_processor = RobertaProcessing((end, tokens.END), (start, tokens.START))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=start,
+        cls_token=start,
+        pad_token=pad,
+        eos_token=end,
+        sep_token=end,
+        unk_token=unknown,
+        mask_token=mask,
+        model_max_length=length,
+    )
+
+
+@dataclass
+class Done:
+    """A finished run: its result row, and the trained model in ``summary``."""
+
+    row: Row
+    summary: Summary
+    task: MLM
+
+
+def run(
+    config: MLMConfig,
+    *,
+    data: str | os.PathLike[str] | None = None,
+    folder: Path | None = None,
+    results: Path | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    tensorboard: bool = True,
+) -> Done:
+    """Pre-train as configured, or continue; the result row is returned and appended.
+
+    Args:
+        data: Folder or file, see :func:`lln.experiments.data.text.find`.
+        folder: Of the run, see :func:`lln.experiments.loop.train`; None keeps nothing.
+        results: File that the row is appended to, by the first process.
+        tokenizer: A tokenizer.json to use instead of training one.
+    """
+    started = time.perf_counter()
+    corpus = text.find(data, config.corpus)
+    task = MLM(config, tokens.encode(corpus, config.vocabulary, tokenizer=tokenizer))
+    summary = train(task, config.train, folder, progress=progress, tensorboard=tensorboard)
+    metrics = {**summary.row(), "parameters_softmax": task.parameters_softmax}
+    seen = summary.steps * config.train.batch_size * config.length
+    row = runlog.result_row(
+        task.name,
+        config.train,
+        task.settings,
+        {**metrics, "tokens": seen},
+        seconds=time.perf_counter() - started,
+        device=summary.device,
+    )
+    if results is not None and os.environ.get("RANK", "0") == "0":
+        runlog.append_row(results, row)
+    return Done(row, summary, task)
+
+
+class _Timed(MLM):
+    """The same updates without evaluation."""
+
+    name = "step"
+
+    def evaluate(self, model: Any, split: str) -> dict[str, float]:
+        return {}
+
+
+def throughput(
+    config: MLMConfig,
+    *,
+    data: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+) -> Row:
+    """Time of an update, tokens per second and peak memory; the row says so if memory ran out."""
+    started = time.perf_counter()
+    quick = replace(config.train, eval_every=0, save_every=0, keep=0, monitor_every=0)
+    config = replace(config, train=quick)
+    encoded = tokens.encode(text.find(data, config.corpus), config.vocabulary, tokenizer=tokenizer)
+    task = _Timed(config, encoded)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        metrics = {**train(task, config.train, None).row(), "out_of_memory": False}
+    except torch.OutOfMemoryError:
+        metrics = {"step_ms": None, "tokens_per_second": None, "out_of_memory": True}
+    return runlog.result_row(
+        task.name,
+        config.train,
+        task.settings,
+        metrics,
+        seconds=time.perf_counter() - started,
+        device=device,
+    )
