@@ -77,6 +77,66 @@ def speed(results: Path) -> str:
     return f"{markdown_table(names, lines)}\n\n{words}"
 
 
+def gpu(results: Path) -> str:
+    """Milliseconds of the kernels beside cuDNN at a constant number of tokens."""
+    content = latest(results, "gpu")
+    if content is None:
+        return NOTHING_YET
+    rows = [
+        row
+        for row in content["rows"]
+        if (row["D"], row["dtype"], row["launch"]) == (64, "bfloat16", "graph")
+    ]
+    tokens = max(row["B"] * row["N"] for row in rows if row["op"] == "bidirectional")
+    rows = [row for row in rows if row["B"] * row["N"] == tokens]
+    found = {(row["op"], row["impl"], row["pass"], row["N"]): row for row in rows}
+
+    def cell(op: str, impl: str, passes: str, N: int) -> str:
+        row = found.get((op, impl, passes, N))
+        if row is None or row["ms_p50"] is None:
+            return ""
+        share = row.get("floor_share") if impl == "triton" else None
+        return three_digits(row["ms_p50"]) + (f" ({share:.0%})" if share else "")
+
+    def times(N: int) -> str:
+        ours, theirs = (
+            found.get(("bidirectional", impl, "fwd+bwd", N)) for impl in ("triton", "cudnn")
+        )
+        return f"{theirs['ms_p50'] / ours['ms_p50']:.1f}×" if ours and theirs else ""
+
+    lines = [
+        [
+            f"{N:,}",
+            cell("bidirectional", "cudnn", "fwd+bwd", N),
+            cell("bidirectional", "triton", "fwd", N),
+            cell("bidirectional", "triton", "fwd+bwd", N),
+            times(N),
+            cell("lln_diag", "triton", "fwd", N),
+            cell("lln_diag", "triton", "fwd+bwd", N),
+            cell("causal", "triton", "fwd+bwd", N),
+        ]
+        for N in sorted({row["N"] for row in rows if row["op"] == "bidirectional"})
+    ]
+    names = [
+        "N",
+        "cuDNN SDPA fwd+bwd",
+        "LLN fwd",
+        "LLN fwd+bwd",
+        "SDPA ÷ LLN",
+        "LLN+Diag fwd",
+        "LLN+Diag fwd+bwd",
+        "causal LLN fwd+bwd",
+    ]
+    first = rows[0]
+    words = (
+        f"Median milliseconds for {tokens:,} tokens in all (batch × N), {first['H']} heads of "
+        f"{first['D']}, {first['dtype']}, α and β given, launched from CUDA graphs; in brackets "
+        "the share of the memory-bandwidth floor, the time a copy of the bytes that must move "
+        f"would take. ({origin(first)}, triton {first['triton']}, {content['date']})"
+    )
+    return f"{markdown_table(names, lines)}\n\n{words}"
+
+
 def concentration(results: Path) -> str:
     """Entropy and spectral gap at some temperatures, and the share of targets found."""
     content = latest(results, "demo")
@@ -112,7 +172,7 @@ def concentration(results: Path) -> str:
 
 NOTHING_YET = "*No rows in `results/` yet.*"
 Blocks = Mapping[str, Callable[[Path], str]]
-BLOCKS: Blocks = {"speed": speed, "concentration": concentration}
+BLOCKS: Blocks = {"speed": speed, "gpu": gpu, "concentration": concentration}
 
 
 def rewrite(text: str, results: Path, blocks: Blocks = BLOCKS) -> str:
