@@ -73,8 +73,18 @@ def test_a_wrong_mechanism_stops_everything(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         zoo.run(tmp_path, quick=True, names=["elu"])
     assert end.value.code == 1
-    assert "stopped before measuring" in capsys.readouterr().out
+    assert "not measured" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+def test_one_wrong_mechanism_does_not_stop_the_others(monkeypatch):
+    def check(cases):
+        if cases[0].mechanism == "elu":
+            raise CheckFailed("elu is off")
+
+    monkeypatch.setattr(zoo, "check", check)
+    cases, failures = zoo.checked(layers.layer_cases(quick=True, names=["elu", "relu"]))
+    assert {case.mechanism for case in cases} == {"relu"} and failures == ["elu is off"]
 
 
 def test_run_writes_rows_growth_and_a_plot(tmp_path, monkeypatch, capsys):
