@@ -13,6 +13,8 @@ except ImportError:
         "the lln command needs typer and rich: pip install 'lln-attention[cli,report]'"
     ) from None
 
+from lln.cli_train import train_app
+
 app = typer.Typer(
     help="Linear Log-Normal attention: demonstrations and measurements.",
     no_args_is_help=True,
@@ -22,6 +24,7 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(invoke_without_command=True)
 app.add_typer(bench_app, name="bench")
+app.add_typer(train_app, name="train")
 
 
 def _show_version(wanted: bool) -> None:

@@ -34,7 +34,9 @@ LAYERS: dict[str, set[str]] = {
     "verify": {"figures", "instruments", "moments", "ops"},
     "inspection": {"bench", "hf", "instruments", "moments", "ops", "report", "files", "data"},
     "experiments": {"bench", "models", "hf", "zoo", "instruments", "data", "files"},
+    "cli_train": {"experiments"},
     "cli": {
+        "cli_train",
         "demo",
         "inspection",
         "bench",
@@ -71,13 +73,16 @@ THIRD_PARTY: dict[str, set[str]] = {
     "figures": ALWAYS_PRESENT | {"rich"},
     "verify": ALWAYS_PRESENT | {"rich"},
     "experiments": ALWAYS_PRESENT
-    | {"transformers", "accelerate", "safetensors", "tokenizers", "sklearn", "tensorboard", "rich"},
+    | {"transformers", "accelerate", "safetensors", "tokenizers", "sklearn", "scipy", "tensorboard"}
+    | {"rich", "PIL"},
+    "cli_train": {"typer"},
     "cli": {"typer", "rich"},
 }
 
 # Files that load only on demand and therefore may import an extra at their top.
 EXTRAS_AT_THE_TOP = {
     "cli.py": {"typer"},
+    "cli_train.py": {"typer"},
     "bench/cpu.py": {"rich"},
     "bench/gpu.py": {"rich"},
     "bench/zoo.py": {"rich"},

@@ -86,6 +86,7 @@ class Summary:
     """How a run went.
 
     Attributes:
+        steps, resumed: Updates in all, and those of earlier calls.
         metrics: Of the last evaluation on "valid".
         best: Value of the task's metric in the best evaluation, and its step.
         seconds: Of training; evaluation, checkpoints and the first update (compilation) not
@@ -95,6 +96,7 @@ class Summary:
     """
 
     steps: int
+    resumed: int
     metrics: dict[str, float]
     best: tuple[float, int] | None
     loss: float | None
@@ -157,6 +159,8 @@ def train(
         if accelerator.is_main_process:
             _claim(folder, task, config)
         accelerator.wait_for_everyone()
+    if accelerator.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     engine = Engine(accelerator, task.build(), task, config)
     run = _Run(task, config, folder, engine, progress or Silent(), tensorboard)
     with contextlib.closing(run):
@@ -187,6 +191,7 @@ class _Run:
         self.main = engine.rank == 0
         self.progress = progress if self.main else Silent()
         self._resume()
+        self.resumed = self.step
         self.log = None
         if folder is not None and self.main:
             self.log = RunLog(folder, step=self.step, tensorboard=tensorboard)
@@ -364,6 +369,7 @@ class _Run:
         engine.wrapped.eval()
         return Summary(
             steps=self.step,
+            resumed=self.resumed,
             metrics=self.metrics,
             best=self.best,
             loss=self.loss,

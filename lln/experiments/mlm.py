@@ -320,7 +320,7 @@ def run(
     progress: Progress | None = None,
     tensorboard: bool = True,
 ) -> Done:
-    """Pre-train as configured, or continue; the result row is returned and appended.
+    """Pre-train as configured, or continue; the result row is returned, and appended once.
 
     Args:
         data: Folder or file, see :func:`lln.experiments.data.text.find`.
@@ -343,7 +343,9 @@ def run(
         device=summary.device,
     )
     if results is not None and os.environ.get("RANK", "0") == "0":
-        runlog.append_row(results, row)
+        finished_before = summary.resumed == summary.steps
+        if not (finished_before and runlog.has_row(results, row["digest"], row["seed"])):
+            runlog.append_row(results, row)
     return Done(row, summary, task)
 
 
@@ -369,8 +371,6 @@ def throughput(
     encoded = tokens.encode(text.find(data, config.corpus), config.vocabulary, tokenizer=tokenizer)
     task = _Timed(config, encoded)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     try:
         metrics = {**train(task, config.train, None).row(), "out_of_memory": False}
     except torch.OutOfMemoryError:

@@ -63,7 +63,7 @@ if __name__ == "__main__":  # python -m tests.experiments.toy FOLDER field=value
     given = dict(word.split("=") for word in sys.argv[2:])
     pause, dropout = float(given.pop("pause", 0)), float(given.pop("dropout", 0))
     config = toy_config(**{name: eval(value) for name, value in given.items()})
-    done = train(Toy(config, dropout=dropout, pause=pause), config, Path(sys.argv[1]))
+    done = train(Toy(config, dropout=dropout, pause=pause), config, Path(sys.argv[1]), tensorboard=False)
     if os.environ.get("RANK", "0") == "0":
         print("done", done.steps)
     if torch.distributed.is_initialized():

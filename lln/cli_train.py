@@ -1,0 +1,197 @@
+"""``lln train``: pre-training and fine-tuning, one command per task."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+train_app = typer.Typer(
+    help="Train a model with any attention of the zoo.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+# Options that the commands share.
+Attention = Annotated[str, typer.Option(help="softmax, softmax_eager, or a name of `lln list`.")]
+Option = Annotated[
+    list[str] | None, typer.Option(metavar="KEY=VALUE", help="Of the mechanism; repeat.")
+]
+Data = Annotated[Path | None, typer.Option(help="Folder or file; default LLN_DATA.")]
+Out = Annotated[Path | None, typer.Option(help="Folder of the run; default runs/NAME.")]
+Results = Annotated[
+    Path | None, typer.Option(help="File the result row is appended to; default OUT/results.jsonl.")
+]
+Steps = Annotated[int | None, typer.Option(min=1, help="Updates.")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Rows of an update, all processes.")]
+Accumulation = Annotated[int | None, typer.Option(min=1, help="Micro-batches of an update.")]
+Rate = Annotated[float | None, typer.Option("--lr", help="Largest learning rate.")]
+Precision = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")]
+Compile = Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile.")]
+Every = Annotated[int | None, typer.Option(min=0, help="Steps; 0 = only at the end.")]
+Seed = Annotated[int | None, typer.Option(help="Of weights, order, masking and dropout.")]
+
+
+def mechanism_options(pairs: list[str] | None) -> dict[str, Any]:
+    """``["diag_block=32", "method=entropy"]`` as a dictionary; values are JSON or words."""
+    found = {}
+    for pair in pairs or ():
+        key, sign, value = pair.partition("=")
+        if not sign or not key:
+            raise typer.BadParameter(f"--option {pair!r} is not KEY=VALUE, such as diag_block=32")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """The options that were given, without those left to the recipe."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@contextlib.contextmanager
+def plain_errors(command: str) -> Iterator[None]:
+    """What the user can mend is said in a line, without a traceback."""
+    try:
+        yield
+    except (ValueError, TypeError, ImportError) as error:
+        if os.environ.get("LLN_TRACEBACK"):
+            raise
+        raise SystemExit(f"{command}: {error}") from None
+    finally:
+        _leave_the_group()
+
+
+def _leave_the_group() -> None:
+    import torch.distributed as distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+@train_app.callback()
+def _train() -> None:
+    """Train a model with any attention of the zoo.
+
+    The same command again continues an interrupted run. Under torchrun or accelerate launch it runs
+    on several processes.
+    """
+
+
+@train_app.command("mlm")
+def mlm(
+    recipe: Annotated[
+        str, typer.Option(help="roberta-base, roberta-small, roberta-tiny or figure-1.")
+    ] = "roberta-tiny",
+    attention: Attention = "lln_diag",
+    option: Option = None,
+    data: Data = None,
+    corpus: Annotated[
+        str | None, typer.Option(help="What its files begin with, if the folder has several.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer.json instead of training one.")
+    ] = None,
+    out: Out = None,
+    results: Results = None,
+    length: Annotated[int | None, typer.Option(min=8, help="Tokens of a row.")] = None,
+    batches: Annotated[str | None, typer.Option(help="packed or padded.")] = None,
+    steps: Steps = None,
+    batch_size: BatchSize = None,
+    accumulation: Accumulation = None,
+    lr: Rate = None,
+    precision: Precision = None,
+    compile: Compile = None,
+    checkpointing: Annotated[
+        bool | None, typer.Option("--checkpointing", help="Compute activations twice.")
+    ] = None,
+    shard: Annotated[
+        bool | None, typer.Option("--shard", help="FSDP2 instead of DDP on several processes.")
+    ] = None,
+    log_every: Annotated[int | None, typer.Option(min=1, help="Steps.")] = None,
+    eval_every: Every = None,
+    save_every: Every = None,
+    monitor_every: Annotated[
+        int | None, typer.Option(min=0, help="Steps between measurements; 0 = never.")
+    ] = None,
+    keep: Annotated[int | None, typer.Option(min=0, help="Checkpoints; 0 = none.")] = None,
+    patience: Annotated[
+        int | None, typer.Option(min=0, help="Evaluations without improvement; 0 = never stop.")
+    ] = None,
+    seed: Seed = None,
+    throughput: Annotated[
+        bool, typer.Option("--throughput", help="Only time updates: ms, tokens/s, memory.")
+    ] = False,
+) -> None:
+    """Pre-train RoBERTa by masked language modelling.
+
+    Text comes from --data: .txt, .jsonl, both also .xz, or the official WikiText files; without it
+    the bundled Tiny Shakespeare. Writes curves, checkpoints (model folders for lln.hf.load) and a
+    result row. --length 4096 --batches padded trains on whole articles.
+    """
+    with plain_errors("lln train mlm"):
+        from lln.experiments import mlm as task
+        from lln.experiments.progress import Bar
+
+        changes = given(
+            corpus=corpus,
+            length=length,
+            batches=batches,
+            steps=steps,
+            batch_size=batch_size,
+            accumulation=accumulation,
+            learning_rate=lr,
+            precision=precision,
+            compile=compile,
+            checkpointing=checkpointing,
+            shard=shard,
+            log_every=log_every,
+            eval_every=eval_every,
+            save_every=save_every,
+            monitor_every=monitor_every,
+            keep=keep,
+            patience=patience,
+            seed=seed,
+        )
+        options = mechanism_options(option)
+        config = task.configure(recipe, attention=attention, options=options, **changes)
+        name = f"mlm-{recipe}-{attention}-seed{config.train.seed}"
+        folder = out or Path("runs") / name
+        results = results or folder / "results.jsonl"
+        if throughput:
+            from lln.experiments.runlog import append_row
+
+            row = task.throughput(config, data=data, tokenizer=tokenizer)
+            append_row(results, row)
+            typer.echo(json.dumps({key: row[key] for key in row if key != "configuration"}))
+            return
+        done = task.run(
+            config,
+            data=data,
+            folder=folder,
+            results=results,
+            tokenizer=tokenizer,
+            progress=Bar(f"{recipe} {attention}"),
+        )
+        if os.environ.get("RANK", "0") == "0":
+            _print_end(done.row, folder, results)
+
+
+def _print_end(row: dict[str, Any], folder: Path, results: Path) -> None:
+    speed = row["tokens_per_second"]
+    said = [
+        f"loss {row['loss']:.4f}" if row["loss"] is not None else "diverged",
+        f"accuracy {row['accuracy']:.4f}" if row["accuracy"] is not None else "",
+        f"{row['tokens']:,} tokens",
+        f"{speed:,.0f} tokens/s" if speed else "",
+        f"{row['parameters']:,} parameters (softmax {row['parameters_softmax']:,})",
+    ]
+    typer.echo(", ".join(filter(None, said)))
+    typer.echo(f"run {folder}, row in {results}")

@@ -1,0 +1,168 @@
+"""Killed at any moment, a run ends as if nothing had happened; bad checkpoints are named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+
+import pytest
+import torch
+
+from lln.experiments import checkpoint
+from lln.experiments.loop import train
+from tests.experiments.processes import curve, finish, kill_when, start, weights
+from tests.experiments.toy import Toy, toy_config
+
+TOY = ("-m", "tests.experiments.toy")
+SETTINGS = {"steps": 60, "save_every": 7, "log_every": 4, "eval_every": 10}
+WORDS = ("dropout=0.2", *(f"{name}={value}" for name, value in SETTINGS.items()))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    config = toy_config(**SETTINGS)
+    train(Toy(config, dropout=0.2), config, folder, tensorboard=False)
+    return folder
+
+
+def same(a, b) -> None:
+    assert curve(a) == curve(b)
+    one, other = weights(a), weights(b)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_killed_and_resumed_it_is_bit_identical(whole, tmp_path):
+    folder = tmp_path / "killed"
+    reached = folder / "checkpoints" / "step-00000021"
+    kill_when(start(*TOY, str(folder), *WORDS, "pause=0.02"), reached.exists)
+    assert not (folder / "checkpoints" / "step-00000060").exists()
+    assert "done 60" in finish(start(*TOY, str(folder), *WORDS))
+    same(folder, whole)
+
+
+def test_killed_while_a_checkpoint_is_written(whole, tmp_path):
+    """A folder under its temporary name is not looked at, and is cleared away."""
+    folder = tmp_path / "torn"
+    config = toy_config(**SETTINGS)
+    shutil.copytree(whole, folder, symlinks=True)
+    newest = folder / "checkpoints" / "step-00000060"
+    newest.rename(folder / "checkpoints" / ".writing-step-00000060")
+    torn = folder / "checkpoints" / ".writing-step-00000060" / "model.safetensors"
+    torn.write_bytes(torn.read_bytes()[:100])
+    with (folder / "curve.jsonl").open("a") as stream:
+        stream.write('{"kind": "train", "st')
+    train(Toy(config, dropout=0.2), config, folder, tensorboard=False)
+    same(folder, whole)
+    assert not list((folder / "checkpoints").glob(".*"))
+
+
+def damage_by(kind):
+    def truncate(folder):
+        path = folder / "optimizer.safetensors"
+        path.write_bytes(path.read_bytes()[:-9])
+        return "optimizer.safetensors has"
+
+    def flip(folder):
+        path = folder / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        return "model.safetensors was changed"
+
+    def lose(folder):
+        (folder / "state.json").unlink()
+        return "state.json is missing"
+
+    def unmark(folder):
+        (folder / "manifest.json").unlink()
+        return "has no manifest.json"
+
+    def scramble(folder):
+        (folder / "manifest.json").write_text('{"format": ')
+        return "manifest.json cannot be read"
+
+    def adopt(folder):
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest["identity"] = "toy-0123456789ab-seed3"
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        return "belongs to another run .toy-0123456789ab-seed3"
+
+    def replace(folder):
+        shutil.rmtree(folder)
+        folder.mkdir()
+        torch.save({"x": torch.ones(1)}, folder / "pytorch_model.bin")
+        return "has no manifest.json"
+
+    def age(folder):
+        manifest = json.loads((folder / "manifest.json").read_text())
+        (folder / "manifest.json").write_text(json.dumps({**manifest, "format": "other 7"}))
+        return "its format is 'other 7'"
+
+    return locals()[kind]
+
+
+@pytest.mark.parametrize(
+    "kind", ["truncate", "flip", "lose", "unmark", "scramble", "adopt", "replace", "age"]
+)
+def test_a_bad_checkpoint_is_named_and_the_one_before_is_used(whole, tmp_path, kind):
+    folder = tmp_path / kind
+    shutil.copytree(whole, folder, symlinks=True)
+    newest = folder / "checkpoints" / "step-00000060"
+    said = damage_by(kind)(newest)
+    config = toy_config(**SETTINGS)
+    with pytest.warns(UserWarning, match=f"step-00000060 is not used: .*{said}"):
+        summary = train(Toy(config, dropout=0.2), config, folder, tensorboard=False)
+    assert summary.resumed == 56
+    same(folder, whole)
+
+
+def test_no_pickle_is_read(whole, tmp_path, monkeypatch):
+    import pickle
+
+    def refuse(*_, **__):
+        raise AssertionError("a pickle was loaded")
+
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    monkeypatch.setattr(torch, "load", refuse)
+    folder = tmp_path / "copy"
+    shutil.copytree(whole, folder, symlinks=True)
+    config = toy_config(**SETTINGS)
+    assert train(Toy(config, dropout=0.2), config, folder, tensorboard=False).resumed == 60
+    kinds = {path.suffix for path in (folder / "checkpoints").rglob("*") if path.is_file()}
+    assert kinds == {".json", ".safetensors"}
+
+
+def test_with_no_good_checkpoint_it_starts_again(tmp_path):
+    config = toy_config()
+    train(Toy(config), config, tmp_path, tensorboard=False)
+    before = curve(tmp_path)
+    for folder in (tmp_path / "checkpoints").glob("step-*"):
+        (folder / "model.safetensors").write_bytes(b"")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        summary = train(Toy(config), config, tmp_path, tensorboard=False)
+    assert len(said) == 2 and summary.resumed == 0
+    assert curve(tmp_path) == before
+
+
+def test_an_unreadable_run_file_is_named(tmp_path):
+    config = toy_config()
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(ValueError, match=r"run.json cannot be read.*choose another folder"):
+        train(Toy(config), config, tmp_path)
+
+
+def test_a_failed_write_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
+    tensors = {"w": torch.ones(3)}
+    options = {"model": tensors, "optimizer": {}, "identity": "a"}
+    checkpoint.write(tmp_path, state={"step": 1}, **options)
+    monkeypatch.setattr(checkpoint, "_to_disk", lambda path: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        checkpoint.write(tmp_path, state={"step": 2}, **options)
+    found = checkpoint.newest(tmp_path, "a")
+    assert found is not None and found.step == 1
+    assert torch.equal(found.tensors(checkpoint.MODEL)["w"], torch.ones(3))
