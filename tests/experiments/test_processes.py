@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.experiments.processes import curve, finish, start, start_ranks, weights
+from lln.experiments.loop import train
+from tests.experiments.processes import curve, finish, start_ranks, weights
+from tests.experiments.toy import Toy, toy_config
 
 TOY = ("-m", "tests.experiments.toy")
 
@@ -13,7 +15,7 @@ TOY = ("-m", "tests.experiments.toy")
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    finish(start(*TOY, str(folder)))
+    train(Toy(toy_config()), toy_config(), folder, tensorboard=False)
     return folder
 
 
