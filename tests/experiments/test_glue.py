@@ -1,0 +1,143 @@
+"""Fine-tuning from a pre-trained run: what is chosen, what is reported, what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from lln.experiments import glue, metrics
+from lln.experiments.pretrained import Pretrained
+from lln.instruments.rows import read_rows
+from tests.experiments.small_glue import pretrain, write_glue
+
+QUICK = {"epochs": 4, "batch_size": 8, "max_length": 32, "rates": (3e-3,)}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """Data, and runs with LLN+Diag and softmax."""
+    folder = tmp_path_factory.mktemp("glue")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLN_CACHE", str(folder / "cache"))
+        patch.delenv("LLN_DATA", raising=False)
+        runs = {
+            "lln_diag": pretrain(folder, "lln_diag", diag_block=16, method="entropy"),
+            "softmax": pretrain(folder, "softmax"),
+        }
+    return write_glue(folder / "data"), runs
+
+
+def test_a_row_says_what_was_chosen_and_from_what(places, tmp_path):
+    data, runs = places
+    results = tmp_path / "glue.jsonl"
+    config = glue.recipe("sst2", **{**QUICK, "rates": (1e-6, 3e-3)})
+    options = {"data_folder": data, "folder": tmp_path / "run", "tensorboard": False}
+    row = glue.run(config, runs["lln_diag"], results=results, **options)
+    assert read_rows(results) == [json.loads(json.dumps(row))]
+    assert (row["subject"], row["mechanism"], row["seed"]) == ("glue", "lln_diag", 0)
+    assert row["learning_rate"] == 3e-3 and row["valid_by_rate"]["0.003"] == row["valid"]
+    assert row["valid_by_rate"]["1e-06"] <= row["valid"]
+    assert row["accuracy"] == row["score"] > 0.9  # a word of eight decides
+    assert (row["train_examples"], row["valid_examples"], row["test_examples"]) == (180, 20, 60)
+    used = row["configuration"]
+    assert used["options"] == {"diag_block": 16, "method": "entropy"}
+    assert used["pretrained"]["recipe"] == "roberta-tiny" and "held out" in used["protocol"]
+    pretrained = Pretrained.find(runs["lln_diag"])
+    assert used["pretraining"] == pretrained.identity
+    assert row["digest"] == glue.digest(config, pretrained, used["data"])
+    assert (tmp_path / "run" / "rate-0.003" / "curve.jsonl").exists()
+
+
+def test_the_weights_of_the_best_evaluation_are_reported(places, monkeypatch):
+    data, runs = places
+    scores, original = [], metrics.compute
+
+    def compute(names, labels, predictions):
+        value = original(names, labels, predictions)
+        scores.append((len(labels), value["accuracy"]))
+        return value
+
+    monkeypatch.setattr(glue.metrics, "compute", compute)
+    row = glue.run(glue.recipe("sst2", **QUICK), runs["softmax"], data_folder=data)
+    assert row["valid"] == max(score for count, score in scores if count == 20)
+    assert [count for count, _ in scores].count(60) == 1  # dev is looked at once
+    assert scores[-1] == (60, row["accuracy"])
+
+
+def test_the_same_seed_gives_the_same_numbers_and_another_does_not(places):
+    data, runs = places
+    rows = [
+        glue.run(
+            glue.recipe("stsb", **{**QUICK, "epochs": 1}, seed=seed),
+            runs["lln_diag"],
+            data_folder=data,
+        )
+        for seed in (0, 0, 1)
+    ]
+    assert rows[0]["loss"] == rows[1]["loss"] != rows[2]["loss"]
+    assert rows[0]["digest"] == rows[2]["digest"]
+    assert {"pearson", "spearman"} <= rows[0].keys()
+    assert rows[0]["score"] == (rows[0]["pearson"] + rows[0]["spearman"]) / 2
+
+
+def test_the_body_is_the_pretrained_one_with_its_attention(places):
+    from safetensors.torch import load_file
+
+    _, runs = places
+    for name, run in runs.items():
+        pretrained = Pretrained.find(run)
+        model = pretrained.classifier(3, seed=0)
+        assert pretrained.attention[0] == name
+        stored = load_file(pretrained.folder / "model.safetensors")
+        weight = "roberta.encoder.layer.0.attention.self.query.weight"
+        assert torch.equal(model.state_dict()[weight], stored[weight])
+        assert (
+            "lln" in dict(model.named_modules())["roberta.encoder.layer.0.attention.self"]._modules
+        ) == (name == "lln_diag")
+        assert model.classifier.out_proj.out_features == 3
+        other = pretrained.classifier(3, seed=1).classifier.out_proj.weight
+        assert not torch.equal(model.classifier.out_proj.weight, other)
+
+
+def test_a_hugging_face_folder_is_a_source_too(places):
+    _, runs = places
+    found = Pretrained.find(Pretrained.find(runs["lln_diag"]).folder.resolve())
+    assert found.attention == ("lln_diag", {"diag_block": 16, "method": "entropy"})
+    assert found.configuration == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_length": 128}, "max_length=128 is more than the 64 positions"),
+        ({"batch_size": 500}, "batch_size=500 is more than the 180 training examples"),
+        ({"rates": ()}, "rates is empty"),
+        ({"rate": 1e-3}, "rate is no field of a fine-tuning"),
+    ],
+)
+def test_bad_settings_are_refused(places, changes, words):
+    data, runs = places
+    with pytest.raises(ValueError, match=words):
+        glue.run(glue.recipe("sst2", **{**QUICK, **changes}), runs["softmax"], data_folder=data)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="neither a run of `lln train mlm`"):
+        Pretrained.find(tmp_path)
+
+
+def test_metrics_have_known_values():
+    labels, found = np.array([0, 0, 1, 1, 1]), np.array([0, 1, 1, 1, 0])
+    got = metrics.compute(["accuracy", "f1", "matthews"], labels, found)
+    assert got["accuracy"] == 0.6 and got["f1"] == pytest.approx(2 / 3)
+    assert got["matthews"] == pytest.approx(1 / 6)
+    x = np.array([0.0, 1.0, 2.0, 3.0])
+    assert metrics.compute(["pearson", "spearman"], x, x**3)["spearman"] == 1.0
+    assert metrics.compute(["pearson"], x, 3 - 2 * x) == {"pearson": -1.0}
+    assert metrics.compute(["pearson", "spearman"], x, 0 * x) == {"pearson": 0.0, "spearman": 0.0}
+    assert metrics.compute(["f1", "matthews"], labels, 0 * labels) == {"f1": 0.0, "matthews": 0.0}
+    with pytest.raises(ValueError, match="metric 'bleu' is unknown"):
+        metrics.compute(["bleu"], labels, found)
