@@ -18,7 +18,7 @@ from rich.table import Table
 
 from lln import files
 from lln.bench import machine, sweep
-from lln.bench.cases import FORWARD, TRAINING, Case, call, inputs
+from lln.bench.cases import ALPHA, FORWARD, TRAINING, Case, call, inputs
 from lln.bench.check import check
 from lln.report.figures import Axis, Series, line_plot
 
@@ -30,13 +30,19 @@ FLOORS = {
     "measured": (6, 13),
 }
 TOKENS = 65_536
-EAGER, GRAPH = "eager", "graph"
+EAGER, GRAPH, SERIES = "eager", "graph", "series"
+CALLS = {GRAPH: 1, SERIES: 10}
+CONTEXTS = (1, 1024, 16_384, 65_536)
 QUANTILES = (0.2, 0.5, 0.8)
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A case and how it is launched: from Python, or as a captured CUDA graph."""
+    """A case and how it is launched.
+
+    From Python (``EAGER``), as a captured CUDA graph (``GRAPH``), or as one tenth of a graph of ten
+    calls in a row (``SERIES``): what a call costs inside a captured step, without its launch.
+    """
 
     case: Case
     launch: str
@@ -46,33 +52,26 @@ def gpu_cases(*, quick: bool = False) -> list[Timed]:
     """65,536 tokens in sequences of every length, other widths and dtypes, and batch 1."""
     base = Case("bidirectional", "triton", 4096, H=12, D=64, dtype="bfloat16", device="cuda")
     lengths = (4096, 16_384) if quick else (512, 1024, 2048, 4096, 8192, 16_384, 65_536)
-    shapes = [replace(base, N=n, B=TOKENS // n) for n in lengths]
-    ours = [
-        replace(shape, op=op, impl="triton")
-        for op in ("bidirectional", "lln_diag", "causal", "measured")
-        for shape in shapes
-    ]
-    rivals = [
-        replace(shape, op=op, impl=impl)
-        for op in ("bidirectional", "causal")
-        for impl in ("cudnn", "flash")
-        for shape in shapes
-    ]
-    plain = [
-        replace(base, N=n, B=TOKENS // n, op=op, impl="eager")
-        for op in ("bidirectional", "lln_diag", "causal")
-        for n in (4096, 16_384)
-    ]
-    other = [
-        replace(base, N=n, B=TOKENS // n, op=op, **change)
-        for change in ({"D": 128}, {"dtype": "float16"})
-        for op in ("bidirectional", "lln_diag", "causal")
-        for n in (4096, 16_384)
-    ]
-    both = [replace(case, passes=p) for case in ours + rivals + plain + other
-            for p in (FORWARD, TRAINING)]  # fmt: skip
+    few = [n for n in lengths if n in (512, 4096, 16_384, 65_536)]
+
+    def cases(op: str, impl: str, lengths: Sequence[int], **change: Any) -> list[Case]:
+        return [
+            replace(base, op=op, impl=impl, N=n, B=TOKENS // n, passes=p, **change)
+            for n in lengths
+            for p in (FORWARD, TRAINING)
+        ]
+
+    ops = ("bidirectional", "lln_diag", "causal")
+    ours = [case for op in ops for case in cases(op, "triton", lengths)]
+    ours += cases("measured", "triton", few)
+    wide = [case for op in ops for case in cases(op, "triton", (4096, 16_384), D=128)]
+    ours += wide + [c for op in ops for c in cases(op, "triton", (4096, 16_384), dtype="float16")]
+    rivals = cases("bidirectional", "cudnn", few) + cases("bidirectional", "flash", few[:-1])
+    rivals += cases("causal", "cudnn", few) + cases("causal", "flash", few[:-1])
     # Plain PyTorch reads sizes on the host, which a graph cannot capture.
-    timed = [Timed(case, EAGER if case.impl == "eager" else GRAPH) for case in both]
+    plain = [Timed(case, EAGER) for op in ops for case in cases(op, "eager", (4096,))]
+    timed = [Timed(case, launch) for case in ours for launch in (GRAPH, SERIES)]
+    timed += [Timed(case, GRAPH) for case in rivals] + plain
     single = [
         Timed(replace(base, N=n, B=1, impl=impl), launch)
         for n in (512, 4096, 16_384)
@@ -99,18 +98,26 @@ def time_gpu(run: Callable[[], object], *, budget_ms: int = 100) -> list[float]:
     return times
 
 
-def captured(run: Callable[[], object]) -> Callable[[], None]:
-    """The same work as a CUDA graph: what it costs without Python between the launches."""
+def captured(run: Callable[[], object], calls: int = 1) -> Callable[[], None]:
+    """The same work, ``calls`` times, as a CUDA graph: without Python between the launches."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):
+        for _ in range(2):
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run()
+        for _ in range(calls):
+            run()
     return graph.replay
+
+
+def time_launch(run: Callable[[], object], launch: str) -> list[float]:
+    """:func:`time_gpu` of one call, launched as :class:`Timed` says."""
+    if launch == EAGER:
+        return time_gpu(run)
+    return [ms / CALLS[launch] for ms in time_gpu(captured(run, CALLS[launch]))]
 
 
 def peak_megabytes(run: Callable[[], object]) -> float:
@@ -136,7 +143,7 @@ def measure(
             tensors = inputs(case)
             run = call(case, tensors)
             peak = peak_megabytes(run)
-            times = time_gpu(captured(run) if timed.launch == GRAPH else run)
+            times = time_launch(run, timed.launch)
             p20, p50, p80 = (round(value, 5) for value in times)
             row |= {"ms_p20": p20, "ms_p50": p50, "ms_p80": p80, "peak_mb": round(peak, 1)}
             row |= {"floor_share": floor_share(case, p50, bandwidth), "error": ""}
@@ -243,49 +250,55 @@ def _save(rows: Sequence[sweep.Row], folder: Path) -> Path:
 def _extra(bandwidth: float) -> Iterator[sweep.Row]:
     """The two ops that are not an attention call: the statistics, and one step of decoding."""
     facts = {"copy_tb_s": round(bandwidth / 1e12, 3), **machine.facts("cuda")}
-    yield {**_statistics_row(bandwidth), **facts}
-    for context in (1024, 65_536):
-        yield {**_decode_row(context, bandwidth), **facts}
+    for launch in (GRAPH, SERIES):
+        yield {**_statistics_row(launch, bandwidth), **facts}
+    for context in CONTEXTS:
+        for launch in (GRAPH, SERIES):
+            yield {**_decode_row(context, launch, bandwidth), **facts}
 
 
-def _statistics_row(bandwidth: float) -> sweep.Row:
-    from lln.moments import standard_deviations
-
-    q, k, _ = inputs(Case("bidirectional", "triton", 4096, B=16, dtype="bfloat16", device="cuda"))
-    times = time_gpu(captured(lambda: standard_deviations(q, k)))
-    unit = q.numel() * q.element_size()
+def _row(
+    op: str, shape: tuple[int, int, int, int], moved: float, bandwidth: float,
+    run: Callable[[], object], launch: str,
+) -> sweep.Row:  # fmt: skip
+    """A row of an op that must move ``moved`` bytes."""
+    times = time_launch(run, launch)
     return {
-        "op": "statistics", "impl": "triton", "pass": FORWARD, "B": 16, "H": 12, "N": 4096,
-        "D": 64, "dtype": "bfloat16", "launch": GRAPH,
-        "ms_p20": times[0], "ms_p50": times[1], "ms_p80": times[2], "peak_mb": None,
-        "floor_share": round(2 * unit / (times[1] * 1e-3 * bandwidth), 4),
+        "op": op, "impl": "triton", "pass": FORWARD, **dict(zip("BHND", shape, strict=True)),
+        "dtype": "bfloat16", "launch": launch,
+        **dict(zip(("ms_p20", "ms_p50", "ms_p80"), (round(x, 5) for x in times), strict=True)),
+        "peak_mb": None, "floor_share": round(moved / (times[1] * 1e-3 * bandwidth), 4),
         "error": "",
     }  # fmt: skip
 
 
-def _decode_row(context: int, bandwidth: float) -> sweep.Row:
-    """One token for 64 streams that have already seen ``context`` keys."""
+def _statistics_row(launch: str, bandwidth: float) -> sweep.Row:
+    from lln.moments import standard_deviations
+
+    q, k, _ = inputs(Case("bidirectional", "triton", 4096, B=16, dtype="bfloat16", device="cuda"))
+    moved = 2 * q.numel() * q.element_size()
+    run = lambda: standard_deviations(q, k)  # noqa: E731
+    return _row("statistics", (16, 12, 4096, 64), moved, bandwidth, run, launch)
+
+
+def _decode_row(context: int, launch: str, bandwidth: float) -> sweep.Row:
+    """One token for 64 streams that have already seen ``context`` keys: states read and written."""
     from lln.functional import prefill
     from lln.ops.state import summarize
 
     batch, heads, width = 64, 12, 64
     make = lambda n: torch.randn(batch, heads, n, width, device="cuda", dtype=torch.bfloat16)  # noqa: E731
-    state = summarize(make(context), make(context), beta=2.0)
+    scale = torch.full((batch, heads), ALPHA, device="cuda")
+    keys = make(context)
+    state = summarize(keys, keys, beta=scale)
     q, k, v = make(1), make(1), make(1)
 
     def step() -> object:
         with torch.no_grad():
-            return prefill(q, k, v, state, alpha=2.0, beta=2.0)
+            return prefill(q, k, v, state, alpha=scale, beta=scale)
 
-    times = time_gpu(captured(step))
     moved = 2 * sum(x.numel() * x.element_size() for x in (state.log_mass, state.mean))
-    return {
-        "op": "decode", "impl": "triton", "pass": FORWARD, "B": batch, "H": heads, "N": context,
-        "D": width, "dtype": "bfloat16", "launch": GRAPH,
-        "ms_p20": times[0], "ms_p50": times[1], "ms_p80": times[2], "peak_mb": None,
-        "floor_share": round(moved / (times[1] * 1e-3 * bandwidth), 4),
-        "error": "",
-    }  # fmt: skip
+    return _row("decode", (batch, heads, context, width), moved, bandwidth, step, launch)
 
 
 def table(rows: Sequence[sweep.Row]) -> Table:
