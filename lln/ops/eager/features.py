@@ -12,15 +12,22 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Elements of a chunk of features: about 2 MB in float32, the size of a core's second-level cache.
+# Elements of a chunk of features: on a CPU about 2 MB in float32, the size of a core's second-level
+# cache; elsewhere as many as make the launch of an operation cheap beside its work.
 CHUNK_ELEMENTS = 1 << 19
+CHUNK_ELEMENTS_OF_A_GPU = 1 << 25
+LONGEST_CHUNK = 4096  # tokens, on a CPU
 
 
 def chunks(x: Tensor, multiple: int = 128) -> Iterator[slice]:
     """Consecutive slices over the tokens of ``x [B, H, N, D]``, each about a cache in size."""
     length = x.shape[2]
     per_token = max(1, x.shape[0] * x.shape[1] * x.shape[3])
-    size = max(1, min(CHUNK_ELEMENTS // (per_token * multiple), 32)) * multiple
+    on_cpu = x.device.type == "cpu"
+    tokens = (CHUNK_ELEMENTS if on_cpu else CHUNK_ELEMENTS_OF_A_GPU) // per_token
+    if on_cpu:
+        tokens = min(tokens, LONGEST_CHUNK)
+    size = max(1, tokens // multiple) * multiple
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
 

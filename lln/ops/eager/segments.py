@@ -15,12 +15,14 @@ from lln.protocols import compute_dtype
 TILE = 64
 # Elements of a segment, the part of the sequence that is vectorised over tiles at once.
 SEGMENT_ELEMENTS = 1 << 20
+SEGMENT_ELEMENTS_OF_A_GPU = 1 << 25  # launching costs more than memory there
 
 
 def segments(x: Tensor, tile: int) -> list[slice]:
     """Slices of whole tiles over the tokens of ``x [X, N, D]``; the last may be shorter."""
     per_tile = max(1, x.shape[0] * x.shape[2] * tile)
-    size = max(1, SEGMENT_ELEMENTS // per_tile) * tile
+    elements = SEGMENT_ELEMENTS if x.device.type == "cpu" else SEGMENT_ELEMENTS_OF_A_GPU
+    size = max(1, elements // per_tile) * tile
     return [slice(start, min(start + size, x.shape[1])) for start in range(0, x.shape[1], size)]
 
 
