@@ -13,7 +13,7 @@ except ImportError:
         "the lln command needs typer and rich: pip install 'lln-attention[cli,report]'"
     ) from None
 
-from lln.cli_train import train_app
+from lln.cli_train import sweep, train_app
 
 app = typer.Typer(
     help="Linear Log-Normal attention: demonstrations and measurements.",
@@ -25,6 +25,7 @@ app = typer.Typer(
 bench_app = typer.Typer(invoke_without_command=True)
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
+app.command()(sweep)
 
 
 def _show_version(wanted: bool) -> None:

@@ -195,3 +195,87 @@ def _print_end(row: dict[str, Any], folder: Path, results: Path) -> None:
     ]
     typer.echo(", ".join(filter(None, said)))
     typer.echo(f"run {folder}, row in {results}")
+
+
+@train_app.command("glue")
+def glue(
+    task: Annotated[str, typer.Option(help="sst2, mnli, qnli, qqp, rte, mrpc, cola or stsb.")],
+    source: Annotated[
+        Path, typer.Option("--from", metavar="RUN", help="A run of `lln train mlm`, or a model.")
+    ],
+    data: Data = None,
+    out: Out = None,
+    results: Results = None,
+    rate: Annotated[
+        list[float] | None, typer.Option("--lr", help="Repeat: the best on held-out data wins.")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(min=1)] = None,
+    batch_size: BatchSize = None,
+    max_length: Annotated[int | None, typer.Option(min=8, help="Tokens of an example.")] = None,
+    precision: Precision = None,
+    compile: Compile = None,
+    seed: Seed = None,
+) -> None:
+    """Fine-tune a pre-trained model on a task of GLUE.
+
+    Files come from --data: the official TSV layout (SST-2/train.tsv ...) or sst2_train.jsonl.xz and
+    the like. A part of train chooses learning rate and epoch; dev is the test, looked at once.
+    """
+    with plain_errors("lln train glue"):
+        from lln.experiments import glue as tasks
+        from lln.experiments.progress import Bar
+
+        changes = given(
+            rates=tuple(rate) if rate else None,
+            epochs=epochs,
+            batch_size=batch_size,
+            max_length=max_length,
+            precision=precision,
+            compile=compile,
+            seed=seed,
+        )
+        config = tasks.recipe(task, **changes)
+        folder = out or Path("runs") / f"glue-{task}-{source.name}-seed{config.seed}"
+        results = results or folder / "results.jsonl"
+        row = tasks.run(
+            config,
+            source,
+            data_folder=data,
+            folder=folder,
+            results=results,
+            progress=Bar(f"{task} {source.name}"),
+        )
+        if os.environ.get("RANK", "0") == "0":
+            names = ("accuracy", "f1", "matthews", "pearson", "spearman")
+            numbers = ", ".join(f"{name} {row[name]:.4f}" for name in names if name in row)
+            typer.echo(f"dev: {numbers} (learning rate {row['learning_rate']:g})")
+            typer.echo(f"run {folder}, row in {results}")
+
+
+def sweep(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Runs as JSON, see sweeps/.")],
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at once, as processes.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder of the result rows.")] = Path("results"),
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop after; what does not fit is not started.")
+    ] = None,
+    data: Data = None,
+    scratch: Annotated[
+        Path, typer.Option(help="Folder of checkpoints, emptied as rows are finished.")
+    ] = Path("runs/sweep"),
+) -> None:
+    """Run a list of configurations; those that have their row are skipped.
+
+    Pre-training and the fine-tunings that follow it happen in one go. Rows and curves are appended
+    to files in --out; the same command again goes on where it stopped. Exits with 1 if runs failed.
+    """
+    with plain_errors("lln sweep"):
+        from lln.experiments.sweep import Sweep, plan, read
+
+        planned = plan(read(file), data=data, out=out, scratch=scratch)
+        typer.echo(f"{len(planned)} runs in {file}")
+        outcome = Sweep(planned, slots=jobs, minutes=minutes, say=typer.echo).run()
+        counts = {name: len(labels) for name, labels in vars(outcome).items()}
+        typer.echo(", ".join(f"{count} {name}" for name, count in counts.items()))
+        if outcome.failed:
+            raise typer.Exit(1)

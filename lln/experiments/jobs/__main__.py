@@ -1,0 +1,20 @@
+"""One job in a process of its own: its kind, what to do and where, as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from lln.experiments.jobs import Place, find
+
+
+def main(text: str) -> None:
+    """Run the job that :func:`lln.experiments.sweep.command` has written down."""
+    job = json.loads(text)
+    paths = {name: None if value is None else Path(value) for name, value in job["place"].items()}
+    find(job["kind"]).run(job["spec"], Place(**paths))  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,47 @@
+"""Masked language modelling in a sweep; fine-tunings may follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lln.experiments import mlm
+from lln.experiments.data import text, tokens
+from lln.experiments.jobs import Key, Place, Spec
+from lln.experiments.pretrained import Pretrained
+from lln.experiments.runlog import CURVE, MONITOR
+from lln.instruments.rows import read_rows
+
+
+def keys(spec: Spec, place: Place) -> list[Key]:
+    config, settings = _plan(spec, place)
+    return [(config.train.digest(settings), config.train.seed)]
+
+
+def run(spec: Spec, place: Place) -> None:
+    done = mlm.run(
+        mlm.configure(**spec),
+        data=place.data,
+        folder=place.folder,
+        tensorboard=False,
+    )
+    place.add("mlm", done.row)
+    for name in (CURVE, MONITOR):
+        path = place.folder / name
+        if path.exists():
+            place.keep_curves(done.row, f"{Path(name).stem}s", read_rows(path))
+
+
+def pretrained(spec: Spec, place: Place) -> Pretrained:
+    """What a fine-tuning will find in the folder of this run, before it has run."""
+    config, settings = _plan(spec, place)
+    digest = config.train.digest(settings)
+    identity = f"mlm-{digest}-seed{config.train.seed}"
+    return Pretrained(place.folder, identity, {**config.train.as_dict(), **settings})
+
+
+def _plan(spec: Spec, place: Place) -> tuple[mlm.MLMConfig, Mapping[str, Any]]:
+    config = mlm.configure(**spec)
+    encoded = tokens.encode(text.find(place.data, config.corpus), config.vocabulary)
+    return config, mlm.MLM(config, encoded).settings

@@ -1,0 +1,205 @@
+"""Sweeps: what a file says, what is skipped, what runs at once, and when it stops."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lln.experiments import jobs, sweep
+from lln.experiments.jobs import Place
+from lln.experiments.runlog import append_row
+from lln.experiments.sweep import Job, Sweep, expand
+from lln.instruments.rows import read_rows
+from tests.experiments.small_glue import write_glue, write_text
+
+ROOT = Path(__file__).resolve().parents[2]
+SWEEPS = sorted((ROOT / "sweeps").glob("*.json"))
+
+# What a process of these tests does: wait, then add its row or fail.
+SCRIPT = """
+import json, sys, time
+digest, seconds, fails, path = sys.argv[1:]
+time.sleep(float(seconds))
+if fails == "yes":
+    sys.exit("it went wrong")
+row = {"digest": digest, "seed": 0, "seconds": float(seconds), "configuration": {"task": digest}}
+open(path, "a").write(json.dumps(row) + chr(10))
+"""
+
+
+class Fake(Job):
+    """A job whose process only waits."""
+
+    seconds = 0.0
+    fails = False
+
+    def command(self):
+        path = self.place.results(self.kind)
+        words = [self.keys[0][0], str(self.seconds), "yes" if self.fails else "no", str(path)]
+        return [sys.executable, "-S", "-c", SCRIPT, *words]
+
+
+def job(folder, name, *, seconds=0.0, fails=False, slots=1, before=None):
+    folder.mkdir(exist_ok=True, parents=True)
+    place = Place(None, folder, folder / "scratch" / name)
+    made = Fake("fake", {"task": name}, slots, [(name, 0)], place, before)
+    made.seconds, made.fails = seconds, fails
+    if before is not None:
+        before.after.append(made)
+    return made
+
+
+def run(plan, **options):
+    said = []
+    return Sweep(plan, say=said.append, **options).run(), said
+
+
+def order(said):
+    """``["started a", "done a", ...]``"""
+    words = (line.replace(":", "").split() for line in said if not line.startswith(" "))
+    return [f"{line[0]} {line[line.index('fake') + 1]}" for line in words if "fake" in line]
+
+
+def test_every_combination_of_a_file_is_a_run():
+    content = {
+        "base": {"run": "mlm", "seed": 5, "attention": "softmax"},
+        "runs": [{}, {"attention": "lln", "options": {"method": "entropy"}}],
+        "grid": {"seed": [0, 1], "steps": [10]},
+    }
+    found = expand(content)
+    assert [(spec["attention"], spec["seed"]) for spec in found] == [
+        *(("softmax", 0), ("softmax", 1)),
+        *(("lln", 0), ("lln", 1)),
+    ]
+    assert all(spec["steps"] == 10 and spec["run"] == "mlm" for spec in found)
+    assert expand([{"run": "mlm"}, {"run": "vit"}]) == [{"run": "mlm"}, {"run": "vit"}]
+    with pytest.raises(ValueError, match="a sweep has \\['gird'\\]"):
+        expand({"gird": {}})
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_the_sweeps_of_the_project_are_complete(path):
+    for spec in expand(sweep.read(path)):
+        assert spec["run"] in jobs.KINDS
+        for follower in expand(spec.get("then", [])):
+            assert follower["run"] == "glue"
+
+
+def test_runs_that_have_their_row_are_skipped(tmp_path):
+    first = [job(tmp_path, name) for name in "ab"]
+    outcome, _ = run(first)
+    assert (len(outcome.done), len(outcome.skipped)) == (2, 0)
+    outcome, _ = run([job(tmp_path, name) for name in "abc"])
+    assert (len(outcome.done), len(outcome.skipped)) == (1, 2)
+    assert [row["digest"] for row in read_rows(tmp_path / "fake.jsonl")] == ["a", "b", "c"]
+
+
+def test_what_follows_runs_after_it_and_the_folder_is_removed(tmp_path):
+    first = job(tmp_path, "first")
+    others = [job(tmp_path, name, before=first) for name in ("rte", "cola")]
+    outcome, said = run([first, job(tmp_path, "second"), *others])
+    assert len(outcome.done) == 4
+    names = ("first", "rte", "cola", "second")  # what follows goes before what is new
+    assert order(said) == [f"{word} {name}" for name in names for word in ("started", "done")]
+    assert not any((tmp_path / "scratch").iterdir())
+
+
+def test_a_pretraining_runs_again_if_something_that_follows_has_no_row(tmp_path):
+    row = {"digest": "pretraining", "seed": 0, "seconds": 1.0, "configuration": {}}
+    append_row(tmp_path / "fake.jsonl", row)
+    first = job(tmp_path, "pretraining")
+    outcome, _ = run([first, job(tmp_path, "rte", before=first)])
+    assert len(outcome.done) == 2 and not outcome.skipped
+
+
+def test_runs_share_the_slots(tmp_path):
+    plan = [job(tmp_path, name, seconds=0.4) for name in "ab"]
+    plan.append(job(tmp_path, "wide", slots=9))
+    _, said = run(plan, slots=2)
+    found = order(said)
+    assert found[:2] == ["started a", "started b"] and found[-2:] == ["started wide", "done wide"]
+
+
+def test_a_failed_run_is_explained_and_what_follows_is_not_tried(tmp_path):
+    first = job(tmp_path, "pretraining", fails=True)
+    outcome, said = run([first, job(tmp_path, "rte", before=first), job(tmp_path, "other")])
+    assert len(outcome.failed) == 2 and len(outcome.done) == 1
+    assert "    it went wrong" in said
+    assert (tmp_path / "scratch" / "pretraining" / "log.txt").exists()
+
+
+def test_it_stops_in_time_and_goes_on_later(tmp_path):
+    outcome, said = run([job(tmp_path, name, seconds=30) for name in "ab"], minutes=0.01)
+    assert len(outcome.left) == 2 and any("time is up" in line for line in said)
+    assert not (tmp_path / "fake.jsonl").exists()
+    outcome, _ = run([job(tmp_path, name) for name in "ab"])
+    assert len(outcome.done) == 2
+
+
+def test_what_is_known_to_take_too_long_is_not_started(tmp_path):
+    row = {"digest": "x", "seed": 9, "seconds": 500.0, "configuration": {"task": "slow"}}
+    append_row(tmp_path / "fake.jsonl", row)
+    outcome, said = run([job(tmp_path, name) for name in ("slow", "quick")], minutes=1)
+    assert len(outcome.done) == 1 and len(outcome.left) == 1
+    assert any(line.startswith("not started") and "slow" in line for line in said)
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("LLN_DATA", raising=False)
+    return write_glue(write_text(tmp_path / "data"), train=60, dev=20)
+
+
+def test_keys_are_known_before_a_run_and_rows_have_them(tmp_path, data):
+    """The jobs of the smoke sweep one after the other, in this process."""
+    content = sweep.read(ROOT / "sweeps" / "smoke.json")
+    places = {"data": data, "out": tmp_path / "out", "scratch": tmp_path / "scratch"}
+    plan = sweep.plan(content, **places)
+    assert [each.kind for each in plan] == ["mlm", "glue"] * 2
+    assert not any(each.has_rows() for each in plan)
+    for each in plan:
+        jobs.find(each.kind).run(each.spec, each.place)
+        assert each.has_rows(), each.label
+    rows = read_rows(tmp_path / "out" / "glue.jsonl")
+    found = [(row["mechanism"], row["configuration"]["task"], row["seed"]) for row in rows]
+    tasks = [("sst2", 0), ("sst2", 1), ("stsb", 0), ("stsb", 1)]
+    assert found == [(name, *task) for name in ("softmax", "lln_diag") for task in tasks]
+    curves = read_rows(tmp_path / "out" / "curves.jsonl")
+    assert [line["digest"] for line in curves] == [plan[0].keys[0][0], plan[2].keys[0][0]]
+    assert {"train", "eval"} == {row["kind"] for row in curves[0]["rows"]}
+    outcome, _ = run(sweep.plan(content, **places))
+    assert len(outcome.skipped) == 4 and not any((tmp_path / "scratch").iterdir())
+
+
+def test_a_training_step_is_timed_per_length(tmp_path, data):
+    small = sweep.read(ROOT / "sweeps" / "smoke.json")["base"]
+    left_out = ("run", "length")
+    spec = {name: value for name, value in small.items() if name not in left_out}
+    spec |= {"attention": "lln", "steps": 3, "batch_size": 1, "lengths": [16, 32]}
+    place = Place(data, tmp_path / "out", tmp_path / "scratch")
+    kind = jobs.find("step")
+    kind.run(spec, place)
+    rows = read_rows(tmp_path / "out" / "step.jsonl")
+    assert [(row["digest"], row["seed"]) for row in rows] == kind.keys(spec, place)
+    assert [row["configuration"]["length"] for row in rows] == [16, 32]
+    assert all(row["step_ms"] > 0 and not row["out_of_memory"] for row in rows)
+    kind.run(spec, place)
+    assert len(read_rows(tmp_path / "out" / "step.jsonl")) == 2
+
+
+def test_mistakes_in_a_file_are_said(tmp_path, data):
+    places = {"data": data, "out": tmp_path, "scratch": tmp_path}
+    for content, words in (
+        ([{"run": "mml"}], "run='mml' is unknown"),
+        ([{"recipe": "roberta-tiny"}], "does not say its kind"),
+        ([{"run": "mlm", "recipe": "roberta-tiny", "step": 5}], "step is no field"),
+        ([{"run": "glue", "task": "sst2"}], 'needs "from"'),
+        ([{"run": "mlm", "recipe": "roberta-tiny", "then": [{"run": "mlm"}]}], "only glue"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            sweep.plan(content, **places)
+    with pytest.raises(ValueError, match="is not a sweep"):
+        sweep.read(tmp_path / "absent.json")
