@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lln.experiments import jobs, sweep
+import lln
+from lln.experiments import jobs, mlm, sweep
 from lln.experiments.jobs import Place
+from lln.experiments.jobs import glue as glue_job
 from lln.experiments.runlog import append_row
 from lln.experiments.sweep import Job, Sweep, expand
 from lln.instruments.rows import read_rows
@@ -81,10 +83,19 @@ def test_every_combination_of_a_file_is_a_run():
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_the_sweeps_of_the_project_are_complete(path):
-    for spec in expand(sweep.read(path)):
-        assert spec["run"] in jobs.KINDS
-        for follower in expand(spec.get("then", [])):
-            assert follower["run"] == "glue"
+    """Kinds, recipes, fields and options of mechanisms exist."""
+    runs = expand(sweep.read(path))
+    assert runs
+    for spec in [*runs, *(other for run in runs for other in expand(run.get("then", [])))]:
+        own = {name: value for name, value in spec.items() if name not in sweep.OF_THE_SWEEP}
+        if spec["run"] == "glue":
+            assert glue_job._configs(own)
+        elif spec["run"] in ("mlm", "step"):
+            config = mlm.configure(**{name: own[name] for name in own if name != "lengths"})
+            name, options = config.train.attention, config.train.options
+            assert name in mlm.SOFTMAX or set(options) <= set(lln.describe(name).defaults)
+        else:
+            assert spec["run"] in jobs.KINDS
 
 
 def test_runs_that_have_their_row_are_skipped(tmp_path):
