@@ -13,7 +13,8 @@ except ImportError:
         "the lln command needs typer and rich: pip install 'lln-attention[cli,report]'"
     ) from None
 
-from lln.cli_train import sweep, train_app
+from lln.cli_classify import train_app
+from lln.cli_train import sweep
 
 app = typer.Typer(
     help="Linear Log-Normal attention: demonstrations and measurements.",

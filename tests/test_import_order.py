@@ -29,14 +29,16 @@ LAYERS: dict[str, set[str]] = {
     "distributed": {"functional", "moments", "ops", "protocols"},
     "report": set(),
     "bench": {"zoo", "models", "hf", "functional", "ops", "moments", "report", "files"},
-    "demo": {"bench", "instruments", "moments", "ops", "report", "files"},
+    "demo": {"bench", "experiments", "instruments", "moments", "ops", "report", "files"},
     "figures": {"bench", "instruments", "functional", "moments", "ops", "report", "files", "data"},
     "verify": {"figures", "instruments", "moments", "ops"},
     "inspection": {"bench", "hf", "instruments", "moments", "ops", "report", "files", "data"},
     "experiments": {"bench", "models", "hf", "zoo", "instruments", "data", "files"},
     "cli_train": {"experiments"},
+    "cli_classify": {"cli_train", "experiments"},
     "cli": {
         "cli_train",
+        "cli_classify",
         "demo",
         "inspection",
         "bench",
@@ -76,6 +78,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     | {"transformers", "accelerate", "safetensors", "tokenizers", "sklearn", "scipy", "tensorboard"}
     | {"rich", "PIL"},
     "cli_train": {"typer"},
+    "cli_classify": {"typer"},
     "cli": {"typer", "rich"},
 }
 
@@ -83,6 +86,7 @@ THIRD_PARTY: dict[str, set[str]] = {
 EXTRAS_AT_THE_TOP = {
     "cli.py": {"typer"},
     "cli_train.py": {"typer"},
+    "cli_classify.py": {"typer"},
     "bench/cpu.py": {"rich"},
     "bench/gpu.py": {"rich"},
     "bench/zoo.py": {"rich"},

@@ -148,7 +148,7 @@ def test_damaged_containers_are_named(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DamagedData, match="0 images of 0 classes"):
         images.load(tmp_path / "empty")
-    with pytest.raises(FileNotFoundError, match="does not exist"):
+    with pytest.raises(ValueError, match="does not exist"):
         images.load(tmp_path / "absent")
     with pytest.raises(ValueError, match="choose from stop, skip"):
         images.load(tmp_path / "empty", on_damaged="maybe")

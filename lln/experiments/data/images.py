@@ -86,7 +86,7 @@ def load(
         return _digits(side or 8)
     path = Path(source)
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; pass a folder of JPEGs, a tar or an npz")
+        raise ValueError(f"data={path} does not exist; pass a folder of JPEGs, a tar or an npz")
     if path.is_dir() and (path / PACKED).exists():
         path = path / PACKED
     side = side or 64
