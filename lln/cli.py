@@ -252,6 +252,55 @@ def bench_zoo(
     run(out, device=device, quick=quick, names=mechanism, min_seconds=min_seconds)
 
 
+@app.command()
+def table(
+    number: Annotated[str, typer.Argument(help="Of the paper: 1, 2.")],
+    results: Annotated[Path, typer.Option(help="Folder of the result rows.")] = Path("results"),
+    as_json: Annotated[bool, typer.Option("--json", help="Records instead of a table.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="As in README.")] = False,
+) -> None:
+    """Show a table of the paper with our numbers.
+
+    From the rows that `lln sweep` and `lln train` wrote; several tables where they were measured at
+    several scales. Exits with 1 if there are no rows.
+    """
+    from lln.report import tables
+
+    try:
+        found = tables.make(number, results)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if not found:
+        typer.echo(tables.nothing(number, results), err=True)
+        raise typer.Exit(1)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps([record for each in found for record in each.records], indent=1))
+    elif markdown:
+        typer.echo("\n\n".join(each.markdown() for each in found))
+    else:
+        _show_tables(found)
+
+
+def _show_tables(found) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200  # a file or a pipe has no edge to wrap at
+    for each in found:
+        shown = Table(title=each.title, title_justify="left")
+        for n, column in enumerate(each.columns):
+            shown.add_column(column, justify="right" if n else "left", no_wrap=True)
+        for line in each.lines:
+            shown.add_row(*line)
+        console.print(shown)
+        for note in each.notes:
+            console.print(f"  {note}", style="dim", highlight=False)
+
+
 def main() -> None:
     """Entry point of the command."""
     app()

@@ -1,0 +1,143 @@
+"""Result rows as sweeps write them: read from ``results/*.jsonl``, grouped, averaged over seeds."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+NAMES = {
+    "softmax": "Softmax",
+    "softmax_eager": "Softmax (eager)",
+    "lln": "LLN",
+    "lln_diag": "LLN+Diag",
+    "block_diag": "Diag",
+    "elu": "ELU",
+    "tnn": "TNN",
+    "rfa": "RFA",
+    "knn": "kNN",
+    "relu": "ReLU",
+    "cosformer": "cosFormer",
+    "flash": "FLASH",
+    "nystromformer": "Nyströmformer",
+    "transformer_ls": "Transformer-LS",
+    "transnormer_t1": "TransNormer T1",
+    "transnormer_t2": "TransNormer T2",
+}
+# In the order of the paper's tables, others after them.
+ORDER = (
+    *("softmax_eager", "softmax", "reformer", "performer", "elu", "longformer", "transformer_ls"),
+    *("tnn", "transnormer_t2", "cosformer", "transnormer_t1", "flash", "nystromformer"),
+    *("linformer", "skyformer", "block_diag", "lln", "lln_diag"),
+)
+
+
+def read(folder: Path, subject: str | None = None) -> list[Row]:
+    """The rows of all ``*.jsonl`` files of a folder; of rows with one digest and seed the last.
+
+    A line that ends in the middle, which a killed process may leave as the last of a file, does
+    not count; neither do curves.
+
+    Args:
+        subject: Only these: "mlm", "glue", "vit", "lra", "step".
+    """
+    found: dict[Hashable, Row] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for row in _lines(path):
+            if "rows" in row or "digest" not in row or subject not in (None, row.get("subject")):
+                continue
+            found[row["subject"], row["digest"], row["seed"]] = row
+    return list(found.values())
+
+
+def _lines(path: Path) -> Iterable[Row]:
+    *lines, _torn = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            raise ValueError(f"{path}, line {number} is not JSON: {line[:60]!r}") from None
+
+
+def grouped(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> dict[Any, list[Row]]:
+    """Rows by a key, in the order in which keys appear."""
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
+
+
+def in_paper_order(row: Row) -> tuple[int, str, int, str]:
+    """Sorts mechanisms as the paper's tables do, plain options before others."""
+    name = row["mechanism"]
+    place = ORDER.index(name) if name in ORDER else len(ORDER)
+    return place, name, len(options(row)), options(row)
+
+
+def options(row: Row) -> str:
+    """Options of the mechanism as text, equal for equal options."""
+    return json.dumps(row["configuration"].get("options") or {}, sort_keys=True)
+
+
+def mechanism(row: Row) -> str:
+    """The mechanism with its options, for people."""
+    name: str = row["mechanism"]
+    shown = NAMES.get(name) or name.replace("_", " ").capitalize()
+    given = row["configuration"].get("options") or {}
+    words = [key if value is True else f"{key}={value}" for key, value in given.items()]
+    return f"{shown} ({', '.join(words)})" if words else shown
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over seeds and its standard error, None for a single one."""
+
+    value: float
+    error: float | None
+    count: int
+
+    @staticmethod
+    def of(values: Iterable[float]) -> Mean | None:
+        """None without a value."""
+        known = [value for value in values if value is not None]
+        if not known:
+            return None
+        mean = sum(known) / len(known)
+        if len(known) == 1:
+            return Mean(mean, None, 1)
+        variance = sum((value - mean) ** 2 for value in known) / (len(known) - 1)
+        return Mean(mean, math.sqrt(variance / len(known)), len(known))
+
+    def text(self, digits: int = 1, factor: float = 1.0) -> str:
+        """``91.2 ± 0.3``; the error only where there are several seeds."""
+        error = "" if self.error is None else f" ± {self.error * factor:.{digits}f}"
+        return f"{self.value * factor:.{digits}f}{error}"
+
+
+def origin(rows: Sequence[Row]) -> dict[str, Any]:
+    """Where rows come from: device, versions, commits, dates, seeds."""
+
+    def every(name: str) -> str:
+        return ", ".join(sorted({str(row[name]) for row in rows if row.get(name)}))
+
+    return {
+        "seeds": sorted({row["seed"] for row in rows}),
+        "device": every("device"),
+        "versions": {name: every(name) for name in ("torch", "triton", "transformers")},
+        "commit": every("commit"),
+        "date": every("date"),
+    }
+
+
+def origin_text(rows: Sequence[Row]) -> str:
+    """The same in a line."""
+    facts = origin(rows)
+    dates = sorted({row["date"][:10] for row in rows if row.get("date")})
+    days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}" if dates else ""
+    torch = facts["versions"]["torch"]
+    seeds = ", ".join(map(str, facts["seeds"]))
+    return f"{facts['device']}, torch {torch}, commit {facts['commit']}, {days}, seeds {seeds}"

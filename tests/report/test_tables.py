@@ -1,0 +1,160 @@
+"""Tables from rows: right numbers in the right cells, their scale and origin beside them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from lln.cli import app
+from lln.report import results, tables
+from lln.report.results import Mean
+
+FACTS = {"device": "A GPU", "torch": "2.11", "triton": "3.6", "transformers": "5.17"}
+FACTS |= {"commit": "abc123", "date": "2026-11-15T08:00:00+00:00", "seconds": 10.0}
+SCALE = {"recipe": "roberta-small", "layers": 6, "width": 512, "heads": 8, "length": 512}
+SCALE |= {"steps": 16000, "batch_size": 32, "corpus": "wiki2015"}
+
+
+def mlm(mechanism, loss, *, options=None, seed=0, **scale):
+    configuration = {**SCALE, **scale, "options": options or {}}
+    digest = json.dumps([mechanism, configuration])
+    return {
+        "subject": "mlm",
+        "mechanism": mechanism,
+        "loss": loss,
+        "parameters": 27_400_000,
+        "seed": seed,
+        "configuration": configuration,
+        "digest": digest,
+        **FACTS,
+    }
+
+
+def glue(mechanism, task, score, *, options=None, seed=0, data="complete", **scale):
+    configuration = {"task": task, "options": options or {}, "data": f"{task.upper()}: {data}"}
+    configuration["pretrained"] = {**SCALE, **scale}
+    digest = json.dumps([mechanism, configuration])
+    return {
+        "subject": "glue",
+        "mechanism": mechanism,
+        "score": score,
+        "seed": seed,
+        "configuration": configuration,
+        "digest": digest,
+        **FACTS,
+    }
+
+
+def step(mechanism, length, ms, mb=1024.0, *, backend=None, **changes):
+    configuration = {**SCALE, "batch_size": 1, "precision": "bf16", "compile": False}
+    configuration |= {"length": length, "options": {}, **changes}
+    return {
+        "subject": "step",
+        "mechanism": mechanism,
+        "step_ms": ms,
+        "peak_mb": mb,
+        "seed": 0,
+        "out_of_memory": ms is None,
+        "sdpa_backend": backend,
+        "configuration": configuration,
+        "digest": json.dumps([mechanism, configuration]),
+        **FACTS,
+    }
+
+
+def write(folder, rows, name="rows"):
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / f"{name}.jsonl").write_text(text)
+
+
+def by_name(table):
+    return {line[0]: dict(zip(table.columns, line, strict=True)) for line in table.lines}
+
+
+def test_table_1_has_scores_with_errors_averages_and_the_reason_of_gaps(tmp_path):
+    entropy = {"method": "entropy"}
+    rows = [
+        mlm("softmax", 3.5),
+        mlm("lln_diag", 3.25, options=entropy),
+        *(glue("softmax", "sst2", score, seed=n) for n, score in enumerate((0.90, 0.92))),
+        glue("softmax", "mnli", 0.7, data="a small part"),
+        glue("lln_diag", "sst2", 0.95, options=entropy),
+        glue("lln_diag", "mnli", 0.75, options=entropy, data="a small part"),
+        glue("lln_diag", "sst2", 0.5),
+        glue("softmax", "sst2", 0.8, width=256),
+    ]
+    write(tmp_path, rows)
+    large, small = tables.make("1", tmp_path)
+    cells = by_name(large)
+    assert list(cells) == ["Softmax", "LLN+Diag", "LLN+Diag (method=entropy)"]
+    assert cells["Softmax"]["SST-2"] == "91.0 ± 1.0" and cells["Softmax"]["MLM loss"] == "3.500"
+    assert cells["Softmax"]["avg"] == "80.5" and cells["Softmax"]["parameters"] == "27.4M"
+    assert cells["LLN+Diag (method=entropy)"]["avg"] == "85.0"
+    assert cells["LLN+Diag"]["MNLI"] == cells["LLN+Diag"]["avg"] == "–"
+    assert cells["Softmax"]["QNLI"] == "–" and any("QNLI: –, because" in n for n in large.notes)
+    assert "262M tokens of wiki2015; not the paper's setting" in large.title
+    assert "MNLI: a small part." in large.notes and "× 256" in small.title
+    assert any(n == "A GPU, torch 2.11, commit abc123, 2026-11-15, seeds 0, 1" for n in large.notes)
+
+
+def test_table_2_has_memory_time_and_ratios(tmp_path):
+    rows = [
+        *(step("softmax", n, ms, backend="flash") for n, ms in ((512, 40.0), (16384, 900.0))),
+        *(step("lln_diag", n, ms, 2048.0) for n, ms in ((512, 50.0), (16384, 300.0))),
+        step("softmax_eager", 16384, None, None),
+    ]
+    write(tmp_path, rows)
+    (table,) = tables.make("2", tmp_path)
+    cells = by_name(table)
+    assert cells["Softmax (SDPA: flash): time, ms"] == {
+        "N": "Softmax (SDPA: flash): time, ms",
+        "512": "40",
+        "16,384": "900",
+    }
+    assert cells["LLN+Diag: memory, GB"]["16,384"] == "2.0"
+    assert cells["Softmax (eager): time, ms"]["16,384"] == "OOM"
+    assert cells["Softmax (eager): memory, GB"]["512"] == "–"
+    assert cells["LLN+Diag faster than SDPA"]["512"] == "0.80×"
+    assert cells["LLN+Diag faster than SDPA"]["16,384"] == "3.00×"
+
+
+def test_rows_are_counted_once_and_curves_and_torn_lines_not(tmp_path):
+    first, second = glue("lln", "rte", 0.5), glue("lln", "rte", 0.6)
+    write(tmp_path, [first, {**first, "rows": []}, second])
+    with (tmp_path / "rows.jsonl").open("a") as stream:
+        stream.write('{"subject": "glue", "dig')
+    assert results.read(tmp_path) == [second]
+    (tmp_path / "rows.jsonl").write_text("nonsense\n{}\n")
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1 is not JSON"):
+        results.read(tmp_path)
+
+
+def test_means_have_standard_errors():
+    assert Mean.of([]) is None and Mean.of([2.0]) == Mean(2.0, None, 1)
+    mean = Mean.of([1.0, 2.0, 3.0])
+    assert mean is not None and mean.text(2) == "2.00 ± 0.58"
+    assert Mean(0.5, None, 1).text(1, 100) == "50.0"
+
+
+def test_the_command_prints_tables_and_records(tmp_path):
+    runner = CliRunner()
+    empty = runner.invoke(app, ["table", "1", "--results", str(tmp_path)])
+    assert empty.exit_code == 1 and "no rows of fine-tunings on GLUE" in empty.output
+    write(tmp_path, [mlm("lln", 4.0), glue("lln", "rte", 0.55)])
+    shown = runner.invoke(app, ["table", "1", "--results", str(tmp_path)])
+    assert shown.exit_code == 0 and "55.0" in shown.output and "not the paper's" in shown.output
+    answer = runner.invoke(app, ["table", "1", "--json", "--results", str(tmp_path)])
+    (record,) = json.loads(answer.output)
+    assert (record["mechanism"], record["rte"], record["loss"]) == ("lln", 0.55, 4.0)
+    assert (record["seeds"], record["device"], record["commit"]) == ([0], "A GPU", "abc123")
+    assert record["versions"]["torch"] == "2.11" and record["tokens"] == 16000 * 32 * 512
+    assert record["configuration"]["pretraining"]["layers"] == 6
+    unknown = runner.invoke(app, ["table", "12", "--results", str(tmp_path)])
+    assert unknown.exit_code == 2 and "there are 1, 2" in unknown.output
+
+
+def test_markdown_is_a_table():
+    table = tables.Table("Title", ["", "a"], [["LLN", "1"]], ["A note."])
+    assert table.markdown() == "**Title**\n\n|  | a |\n| --- | ---: |\n| LLN | 1 |\n\n- A note."
