@@ -66,14 +66,9 @@ def plain_errors(command: str) -> Iterator[None]:
             raise
         raise SystemExit(f"{command}: {error}") from None
     finally:
-        _leave_the_group()
+        from lln.experiments.engine import leave_processes
 
-
-def _leave_the_group() -> None:
-    import torch.distributed as distributed
-
-    if distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
+        leave_processes()
 
 
 @train_app.callback()

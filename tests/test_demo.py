@@ -45,14 +45,16 @@ def test_softmax_retrieves_and_lln_does_not():
     assert all(row["weight"] < 0.2 for name, row in rows.items() if name != "softmax")
 
 
-def test_report_tables_and_files(tmp_path):
+def test_report_tables_and_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLN_CACHE", str(tmp_path / "cache"))
     console = Console(record=True, width=160, force_terminal=False)
     report = run(tmp_path / "demo", quick=True, console=console)
     html = report.read_text(encoding="utf-8")
-    assert html.count("<svg") == 4 and html.count("<table") == 4
+    assert html.count("<svg") == 6 and html.count("<table") == 5
     printed = console.export_text()
     for kernel in concentration.KERNELS:
         assert kernel in printed and kernel in html
+    assert "LLN+Diag" in printed and "ms per update" in printed
     assert "SDPA" in printed and str(report) in printed.replace("\n", "")
     with (report.parent / "cost.csv").open() as stream:
         impls = {row["impl"] for row in csv.DictReader(stream)}

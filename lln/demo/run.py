@@ -13,7 +13,7 @@ from rich.table import Table as Printed
 import lln
 from lln import files
 from lln.bench import machine, sweep
-from lln.demo import concentration, cost, page
+from lln.demo import concentration, cost, page, training
 from lln.report.page import Table, render
 
 
@@ -43,18 +43,21 @@ def run(
         spread = _concentration(setting, bars)
         found = concentration.retrieval(setting)
         costs = _cost(quick, bars)
+        trained = _training(quick, bars)
 
     entropies, gaps = page.concentration_tables(setting, spread)
     _print(console, entropies, "Entropy")
     _print(console, gaps, "Spectral gap")
     _print(console, page.retrieval_table(setting, found), "Exact retrieval")
     _print(console, page.cost_table(costs), "Time and peak memory of a forward call")
+    _print(console, page.training_table(*trained), "A tiny language model")
 
     origin = {**machine.facts(), "configuration": setting.describe()}
     rows = {
         "concentration": [{**row, **origin} for row in spread],
         "retrieval": [{**row, **origin} for row in found],
         "cost": costs,
+        "training": [{**row, **origin, "configuration": trained[2]} for row in trained[1]],
     }
     for name, listed in rows.items():
         files.write_text(folder / f"{name}.csv", sweep.as_csv(listed))
@@ -67,7 +70,7 @@ def run(
         "inputs": origin["configuration"],
         "took": f"{time.perf_counter() - started:.0f} s",
     }
-    html = render(page.build(setting, spread, found, costs, facts))
+    html = render(page.build(setting, spread, found, costs, trained, facts))
     report = files.write_text(folder / "report.html", html)
     console.print(f"\nReport: [bold]{report}[/bold] ({facts['took']}); open it in a browser.")
     return report
@@ -100,6 +103,19 @@ def _cost(quick: bool, bars: Progress) -> list[dict]:
         bars.update(task, advance=1)
     bars.update(task, now="")
     return rows
+
+
+def _training(quick: bool, bars: Progress) -> tuple[list[dict], list[dict], str]:
+    steps = training.QUICK_STEPS if quick else training.STEPS
+    labels = list(training.LABELS.values())
+    task = bars.add_task("training", total=steps * len(labels), now="")
+
+    def watch(label: str, step: int) -> None:
+        bars.update(task, completed=labels.index(label) * steps + step, now=label)
+
+    trained = training.train(quick=quick, watch=watch)
+    bars.update(task, now="")
+    return trained
 
 
 def _print(console: Console, table: Table, title: str) -> None:

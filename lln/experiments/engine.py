@@ -55,6 +55,13 @@ def make_accelerator(config: TrainConfig) -> Any:
     return Accelerator(mixed_precision="no", cpu=on_cpu, fsdp_plugin=plugin)
 
 
+def leave_processes() -> None:
+    """Leave the group of processes that :func:`make_accelerator` may have joined."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
 class Engine:
     """A model on its device(s), and :meth:`update`.
 
@@ -116,7 +123,8 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         torch.manual_seed(derived_seed(config.seed, "step", step, self.rank))  # dropout
-        self.wrapped.train()
+        if not self.wrapped.training:
+            self.wrapped.train()
         planned = count = self.sums.new_zeros(())
         for turn in range(config.accumulation):
             last = turn == config.accumulation - 1
@@ -148,9 +156,8 @@ class Engine:
 
     def _note(self, total: Tensor, terms: Tensor) -> None:
         finite = torch.isfinite(total)
-        self.sums[0] += torch.where(finite, total, 0)
-        self.sums[1] += torch.where(finite, terms, 0)
-        self.sums[2] += ~finite
+        both = torch.stack([total.double(), terms.double()])
+        self.sums += torch.cat([torch.where(finite, both, 0), ~finite[None]])
 
     def _over_ranks(self, value: Tensor) -> Tensor:
         value = value.to(torch.float64)

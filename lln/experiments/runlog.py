@@ -11,7 +11,7 @@ import contextlib
 import datetime
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +143,17 @@ def has_row(path: str | os.PathLike[str], digest: str, seed: int) -> bool:
     if not Path(path).exists():
         return False
     return any(row["digest"] == digest and row["seed"] == seed for row in read_rows(path))
+
+
+def thinned(rows: Sequence[Row], steps: int = 200) -> list[Row]:
+    """Rows of about so many steps, evenly spread; evaluations are all kept.
+
+    What results/ keeps of a long curve.
+    """
+    known = sorted({row["step"] for row in rows if row.get("kind") != "eval"})
+    stride = -(-len(known) // steps) or 1
+    kept = {*known[::-1][::stride]}  # the last one is among them
+    return [row for row in rows if row.get("kind") == "eval" or row["step"] in kept]
 
 
 @contextlib.contextmanager

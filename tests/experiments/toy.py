@@ -13,6 +13,7 @@ from torch import nn
 
 from lln.experiments.config import TrainConfig
 from lln.experiments.data.order import shuffled
+from lln.experiments.engine import leave_processes
 from lln.experiments.loop import Task, train
 from lln.experiments.seeds import generator, seeded
 
@@ -63,8 +64,9 @@ if __name__ == "__main__":  # python -m tests.experiments.toy FOLDER field=value
     given = dict(word.split("=") for word in sys.argv[2:])
     pause, dropout = float(given.pop("pause", 0)), float(given.pop("dropout", 0))
     config = toy_config(**{name: eval(value) for name, value in given.items()})
-    done = train(Toy(config, dropout=dropout, pause=pause), config, Path(sys.argv[1]), tensorboard=False)
+    done = train(
+        Toy(config, dropout=dropout, pause=pause), config, Path(sys.argv[1]), tensorboard=False
+    )
     if os.environ.get("RANK", "0") == "0":
         print("done", done.steps)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    leave_processes()

@@ -1,0 +1,66 @@
+"""A tiny masked language model on the bundled text, once with softmax and once with LLN+Diag."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lln.experiments import mlm
+from lln.experiments.config import TrainConfig
+from lln.experiments.data.text import BUNDLED
+from lln.experiments.progress import Silent
+from lln.instruments.rows import read_rows
+
+Row = dict[str, Any]
+LABELS = {"softmax": "softmax", "lln_diag": "LLN+Diag"}
+STEPS, QUICK_STEPS = 500, 20
+
+
+class _Steps(Silent):
+    """Tells how far the run is."""
+
+    def __init__(self, label: str, watch: Callable[[str, int], None]) -> None:
+        self.label, self.watch = label, watch
+
+    def at(self, step: int) -> None:
+        self.watch(self.label, step)
+
+
+def configuration(attention: str, *, quick: bool = False) -> mlm.MLMConfig:
+    """The run of one attention; the same for both but for that."""
+    steps = QUICK_STEPS if quick else STEPS
+    every = {"eval_every": steps // 5, "log_every": steps // 20, "save_every": 0, "keep": 0}
+    return mlm.configure("roberta-tiny", attention=attention, steps=steps, **every)
+
+
+def train(
+    *, quick: bool = False, watch: Callable[[str, int], None]
+) -> tuple[list[Row], list[Row], str]:
+    """Result rows, curve rows (with ``attention``), and a line about the setting."""
+    results, curves = [], []
+    config = configuration("softmax", quick=quick)
+    for attention, label in LABELS.items():
+        config = configuration(attention, quick=quick)
+        with tempfile.TemporaryDirectory() as folder:
+            done = mlm.run(
+                config,
+                data=BUNDLED,
+                folder=Path(folder),
+                progress=_Steps(label, watch),
+                tensorboard=False,
+            )
+            rows = read_rows(Path(folder) / "curve.jsonl")
+        results.append({"attention": label, **done.row})
+        shown = ("kind", "step", "loss")
+        curves += [{"attention": label, **{key: row[key] for key in shown}} for row in rows]
+    return results, curves, _about(config, config.train)
+
+
+def _about(model: mlm.MLMConfig, training: TrainConfig) -> str:
+    return (
+        f"RoBERTa of {model.layers} layers of {model.width}, N = {model.length}, "
+        f"diagonal blocks of {model.block}, {training.steps} updates of {training.batch_size} "
+        f"rows, learning rate {training.learning_rate:g}, seed {training.seed}, Tiny Shakespeare"
+    )
