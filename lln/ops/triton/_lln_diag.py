@@ -19,7 +19,7 @@ from lln.ops.triton._block_diagonal import block_diagonal, fits
 from lln.ops.triton._causal import causal
 from lln.ops.triton.launch_diag import diag, diag_backward, empty_diag_lse
 from lln.ops.triton.library import empty_rows, register, register_backward
-from lln.ops.triton.tiles import MERGE_IN_READER, causal_fits
+from lln.ops.triton.tiles import causal_fits, fused_backward, most_parts
 
 
 def lln_diag(
@@ -69,7 +69,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None, launch.Merged | None]:
     q, k, v, key_mask = launch.prepared(q, k, v, key_mask)
     parts, count = launch.summarize_parts(k, v, beta, key_mask, normalize_keys)
-    merge_first = count > MERGE_IN_READER
+    merge_first = count > most_parts(k.shape[-1], v.shape[-1])
     state = launch.empty_state(k, v) if save or merge_first else None
     if state is not None and merge_first:
         launch.merge(parts, count, state)
@@ -114,6 +114,11 @@ def _backward_impl(
         )  # fmt: skip
         return tuple(x.zero_() for x in gradients)
     q, k, v, key_mask = launch.prepared(q, k, v, key_mask)
+    if mix is None and not fused_backward(q.shape[-1], v.shape[-1]):
+        return _one_branch_after_the_other(
+            dout, q, k, v, alpha, beta, key_mask, lse, launch.Merged(log_mass, mean, norm),
+            block, scale, normalize_keys, need_alpha, need_beta,
+        )  # fmt: skip
     _, parts, _ = launch.read_backward(
         dout, q, alpha, lse, log_mass, mean, parts_only=True, mix=mix, share=0.5
     )
@@ -123,6 +128,26 @@ def _backward_impl(
         state=launch.Merged(log_mass, mean, norm), parts=parts, normalize_keys=normalize_keys,
         linear=True, slopes=slopes,
     )  # fmt: skip
+
+
+def _one_branch_after_the_other(
+    dout, q, k, v, alpha, beta, key_mask, lse, state, block, scale, normalize_keys, need_alpha,
+    need_beta,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The gradients of wide heads: both branches at once would not fit the registers."""
+    dq, parts, dalpha = launch.read_backward(
+        dout, q, alpha, lse, state.log_mass, state.mean, need_alpha=need_alpha, share=0.5
+    )
+    dk, dv, dbeta = launch.summarize_backward(
+        parts, k, v, beta, key_mask, state.norm,
+        normalize_keys=normalize_keys, need_beta=need_beta,
+    )  # fmt: skip
+    local_lse = lse[:, :, lse.shape[2] // 2 :]
+    diag_backward(
+        dout, q, k, v, key_mask, local_lse, block=block, scale=scale, linear=False,
+        add_to=(dq, dk, dv),
+    )  # fmt: skip
+    return dq, dk, dv, *(lse.new_empty(0) if x is None else x for x in (dalpha, dbeta, None))
 
 
 def _backward_fake(

@@ -96,6 +96,8 @@ def causal_dq_kernel(
     NORMALIZE: tl.constexpr,
     PRECISE: tl.constexpr,
     WIDE: tl.constexpr,
+    TERMS: tl.constexpr,
+    THROUGH: tl.constexpr,
 ):
     """DQ, DELTA and FLAGS of one segment of one head; DALPHA[head, segment] if asked for.
 
@@ -117,9 +119,9 @@ def causal_dq_kernel(
     rows, features, values = tl.arange(0, ROWS), tl.arange(0, BD), tl.arange(0, BE)
     dtype: tl.constexpr = Q.dtype.element_ty
     masked: tl.constexpr = HAS_MASK or not FULL
-    eye = identity(BD, dtype)
+    eye = identity(BD, dtype, THROUGH)
     below = rows[:, None] >= rows[None, :]
-    triangle = below.to(tl.float32)
+    triangle = below.to(WIDE)
     begin = segment * span
     end = tl.minimum(begin + span, tokens)
 
@@ -149,10 +151,10 @@ def causal_dq_kernel(
         products = tl.where(below, dot(dout, tl.trans(v)), 0.0)
         keys = tl.trans(factors)
         carried = a * (mass * shrink)[None, :]
-        first = a * dot_factors(products, keys, WIDE, PRECISE) + carried * dot(
+        first = a * dot_factors(products, keys, WIDE, TERMS) + carried * dot(
             dout, tl.trans(mean.to(dtype))
         )
-        weights = a * dot_factors(triangle, keys, WIDE, PRECISE) + carried
+        weights = a * dot_factors(triangle, keys, WIDE, TERMS) + carried
         delta = tl.sum(first, axis=1)
         gradient = first - delta[:, None] * weights
         if DALPHA is not None:
@@ -302,6 +304,7 @@ def summarize_queries_kernel(
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
     PRECISE: tl.constexpr,
+    THROUGH: tl.constexpr,
 ):
     """PARTS[head, ·] = (Σ a dO, Q, Σ a, Σ a δ) of the queries of each segment from ``first`` on."""
     segment, head = tl.program_id(0) + first, tl.program_id(1).to(tl.int64)
@@ -313,7 +316,7 @@ def summarize_queries_kernel(
     alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32) * LOG2E
     rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
     values = tl.program_id(2) * BE + tl.arange(0, BE)
-    eye = identity(BD, Q.dtype.element_ty)
+    eye = identity(BD, Q.dtype.element_ty, THROUGH)
     peak = tl.full([BD], FLOOR, tl.float32)
     mass = tl.zeros([BD], tl.float32)
     extra = tl.zeros([BD], tl.float32)
@@ -388,6 +391,8 @@ def causal_dkdv_kernel(
     NORMALIZE: tl.constexpr,
     PRECISE: tl.constexpr,
     WIDE: tl.constexpr,
+    TERMS: tl.constexpr,
+    THROUGH: tl.constexpr,
 ):
     """DK, DV of one segment from one query head; DBETA[head, segment] if asked for."""
     segment, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -408,7 +413,7 @@ def causal_dkdv_kernel(
     dtype: tl.constexpr = Q.dtype.element_ty
     masked: tl.constexpr = HAS_MASK or not FULL
     inside = features < D
-    eye = identity(BD, dtype)
+    eye = identity(BD, dtype, THROUGH)
     begin = segment * span
     end = tl.minimum(begin + span, tokens)
     index = head * tl.num_programs(0) + segment
@@ -441,13 +446,13 @@ def causal_dkdv_kernel(
         if masked:
             c = tl.where(keep[:, None], c, 0.0)
         above = rows[:, None] <= rows[None, :]  # key row, query column
-        scores = tl.where(above, dot_factors(c, factors, WIDE, PRECISE), 0.0)
+        scores = tl.where(above, dot_factors(c, factors, WIDE, TERMS), 0.0)
         carried = c * (mass * shrink)[None, :]
         dv = dot(scores.to(dtype), dout)
         dv = dot_add(carried.to(dtype), mean.to(dtype), dv)
         store_tile(DV, dv_row, start, end, dv, rows, values, E, BE, FULL)
         products = tl.where(above, dot(v, tl.trans(dout)) - delta[None, :], 0.0)
-        gradient = c * dot_factors(products, tl.trans(factors), WIDE, PRECISE)
+        gradient = c * dot_factors(products, tl.trans(factors), WIDE, TERMS)
         gradient += carried * (dot(v, tl.trans(mean.to(dtype))) - mean_delta[None, :])
         if NORMALIZE:
             gradient -= tl.exp2(x) * tl.sum(gradient, axis=1)[:, None]

@@ -312,6 +312,8 @@ def causal_kernel(
     NORMALIZE: tl.constexpr,
     PRECISE: tl.constexpr,
     WIDE: tl.constexpr,
+    TERMS: tl.constexpr,
+    THROUGH: tl.constexpr,
 ):
     """OUT and LSE of one segment of ``span`` tokens of one head.
 
@@ -331,7 +333,7 @@ def causal_kernel(
     rows, features, values = tl.arange(0, ROWS), tl.arange(0, BD), tl.arange(0, BE)
     dtype: tl.constexpr = Q.dtype.element_ty
     masked: tl.constexpr = HAS_MASK or not FULL
-    eye = identity(BD, dtype)
+    eye = identity(BD, dtype, THROUGH)
     begin = segment * span
     end = tl.minimum(begin + span, tokens)
 
@@ -357,7 +359,7 @@ def causal_kernel(
         x = as_float(q, eye) * alpha + top[None, :]
         highest = tl.max(x, axis=1)
         a = tl.exp2(x - highest[:, None])
-        scores = dot_factors(a, factors, WIDE, PRECISE)
+        scores = dot_factors(a, factors, WIDE, TERMS)
         scores = tl.where(rows[:, None] >= rows[None, :], scores, 0.0)
         carried = a * (mass * shrink)[None, :]
         weight = tl.sum(scores, axis=1) + tl.sum(carried, axis=1)

@@ -61,12 +61,15 @@ def visible_in_blocks(
 
 
 @jit
-def load_share(MIX, h):
-    """Weight of the linear branch: the average, or one number per head."""
-    share = 0.5
-    if MIX is not None:
-        share = tl.load(MIX + h).to(tl.float32)
-    return share
+def load_scales(ALPHA, MIX, b, h, alpha_batch, alpha_head, LINEAR: tl.constexpr):
+    """(alpha, weight of the linear branch): one half, or a number per head; 0 if not LINEAR."""
+    alpha, share = 0.0, 0.0
+    if LINEAR:
+        alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32)
+        share = 0.5
+        if MIX is not None:
+            share = tl.load(MIX + h).to(tl.float32)
+    return alpha, share
 
 
 @jit
@@ -117,6 +120,7 @@ def diag_kernel(
     LINEAR: tl.constexpr,
     PRECISE: tl.constexpr,
     SAVE: tl.constexpr,
+    THROUGH: tl.constexpr,
 ):
     """OUT of ``span`` tokens of one head: both branches, or (not LINEAR) the block-diagonal one.
 
@@ -138,15 +142,15 @@ def diag_kernel(
     if SAVE:
         LSE += head * tokens * kept * (2 if LINEAR else 1)
     if LINEAR:
-        alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32) * LOG2E
-        share = load_share(MIX, h)
+        alpha, share = load_scales(ALPHA, MIX, b, h, alpha_batch, alpha_head, LINEAR)
+        alpha *= LOG2E
         local = 1.0 - share
         log_mass, mean = take_state(
             PARTS, LOG_MASS, MEAN, NORM, head // group, count, part == 0 and head % group == 0,
             features, values, D, E, BD, BE, False, SAVE,
         )  # fmt: skip
         mean = mean.to(dtype)
-        eye = identity(BD, dtype)
+        eye = identity(BD, dtype, THROUGH)
 
     last = tl.minimum((part + 1) * span, tokens)
     for start in range(part * span, last, STEP):
@@ -193,8 +197,6 @@ def query_gradients(
     dq_row,
     k,
     v,
-    dk,
-    dv,
     seen,
     log_mass,
     mean,
@@ -221,8 +223,9 @@ def query_gradients(
     LINEAR: tl.constexpr,
     AVERAGE: tl.constexpr,
     PRECISE: tl.constexpr,
+    ADD: tl.constexpr,
 ):
-    """Store dq of a tile of one query head and its slopes; return dk, dv with its share added."""
+    """Store dq of a tile of one query head and its slopes; return q, dO, weighted R and dS."""
     kept: tl.constexpr = 2 if PRECISE else 1
     q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
     dout = load_tile(DOUT, dout_row, start, end, rows, values, E, BE, FULL)
@@ -235,12 +238,12 @@ def query_gradients(
         p = tl.exp2(minus_lse(x, LSE, tokens, start, end, rows, extra, PRECISE))
         g = dot(dout, tl.trans(mean))
         delta = tl.sum(p * g, axis=1) * twice
-        gradient = p * (g - delta[:, None])
-        if not AVERAGE:
-            gradient *= share
-        dq = gradient * alpha
+        weight = 1.0 if AVERAGE else share
         if DALPHA is not None:
-            tl.store(DALPHA, tl.sum(gradient * as_float(q, eye)))
+            slope = tl.sum(p * (g - delta[:, None]) * as_float(q, eye)) * weight
+            tl.store(DALPHA, slope)
+        # factors go where they are multiply-adds: this kernel is bound by its instructions
+        dq = p * (g * (alpha * weight) - (delta * alpha * weight)[:, None])
     lse = LSE + (kept * tokens if LINEAR else 0)
     s = dot(q, tl.trans(k)) * (scale * LOG2E)
     r = tl.exp2(minus_lse(s, lse, tokens, start, end, rows, extra, PRECISE))
@@ -248,18 +251,16 @@ def query_gradients(
         r = tl.where(seen, r, 0.0)
     dr = dot(dout, tl.trans(v))
     epsilon = tl.sum(r * dr, axis=1) * twice
-    ds = r * (dr - epsilon[:, None])
     if not AVERAGE:
-        ds *= local
         r *= local
-    dv = dot_add(tl.trans(r.to(dout.dtype)), dout, dv)
-    ds = (ds * scale).to(q.dtype)
-    dk = dot_add(tl.trans(ds), q, dk)
+    ds = (r * (dr * scale - (epsilon * scale)[:, None])).to(q.dtype)
     dq = dot_add(ds, k, dq)
+    if ADD:
+        dq += load_tile(DQ, dq_row, start, end, rows, features, D, BD, FULL).to(tl.float32)
+    store_tile(DQ, dq_row, start, end, dq, rows, features, D, BD, FULL)
     if DMIX is not None:
         tl.store(DMIX, tl.sum(delta - epsilon))
-    store_tile(DQ, dq_row, start, end, dq, rows, features, D, BD, FULL)
-    return dk, dv
+    return q, dout, r.to(dout.dtype), ds
 
 
 @jit
@@ -309,6 +310,7 @@ def diag_backward_kernel(
     alpha_head,
     beta_batch,
     beta_head,
+    lse_head,
     heads,
     tokens,
     span,
@@ -329,11 +331,15 @@ def diag_backward_kernel(
     LINEAR: tl.constexpr,
     NORMALIZE: tl.constexpr,
     PRECISE: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    ADD: tl.constexpr,
+    THROUGH: tl.constexpr,
 ):
     """DQ, DK, DV of ``span`` tokens of one key head and the GROUP query heads that share it.
 
-    PARTS are the gradients of the state, already weighted by MIX. The slopes DALPHA[query head,
-    tile], DBETA[key head, tile] and DMIX[query head, tile] are stored if asked for.
+    AVERAGE: each branch counts one half. ADD: to what DQ, DK, DV hold, the linear branch. PARTS are
+    the gradients of the state, already weighted by MIX. The slopes DALPHA[query head, tile],
+    DBETA[key head, tile] and DMIX[query head, tile] are stored if asked for.
     """
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
@@ -344,7 +350,6 @@ def diag_backward_kernel(
     Q += b * q_batch + h * GROUP * q_head
     DQ += b * dq_batch + h * GROUP * dq_head
     DOUT += b * dout_batch + h * GROUP * dout_head
-    lse_head = tokens * ((2 if PRECISE else 1) * (2 if LINEAR else 1))
     LSE += head * GROUP * lse_head
     rows, features, values = tl.arange(0, ROWS), tl.arange(0, BD), tl.arange(0, BE)
     dtype: tl.constexpr = K.dtype.element_ty
@@ -352,7 +357,7 @@ def diag_backward_kernel(
     inside = features < D
     if HAS_MASK:
         MASK += b * mask_batch
-    eye = identity(BD, dtype)
+    eye = identity(BD, dtype, THROUGH)
     log_mass, mean = 0.0, 0.0
     if LINEAR:
         beta = tl.load(BETA + b * beta_batch + h * beta_head).to(tl.float32)
@@ -365,6 +370,7 @@ def diag_backward_kernel(
         g *= shrink
         weight = (dmean * shrink[:, None]).to(dtype)
 
+    alpha, share = load_scales(ALPHA, MIX, b, h * GROUP, alpha_batch, alpha_head, LINEAR)
     last = tl.minimum((part + 1) * span, tokens)
     for start in range(part * span, last, STEP):
         end = tl.minimum(start + STEP, last)
@@ -378,28 +384,30 @@ def diag_backward_kernel(
         seen = keep
         if masked:
             seen = visible_in_blocks(MASK, start, end, rows, BLOCK, STEP, HAS_MASK, CAUSAL)
+        # one accumulator at a time where a single query head allows it: dq, then dv, then dk
         dk = tl.zeros([ROWS, BD], tl.float32)
         dv = tl.zeros([ROWS, BE], tl.float32)
-        for member in range(GROUP):
+        for member in tl.static_range(GROUP):
             query_head = head * GROUP + member
-            alpha, share, local = 0.0, 0.0, 1.0
-            if LINEAR:
-                share = load_share(MIX, h * GROUP + member)
-                local = 1.0 - share
-                index = b * alpha_batch + (h * GROUP + member) * alpha_head
-                alpha = tl.load(ALPHA + index).to(tl.float32)
+            if GROUP > 1:
+                alpha, share = load_scales(
+                    ALPHA, MIX, b, h * GROUP + member, alpha_batch, alpha_head, LINEAR
+                )
             slope_alpha, slope_mix = DALPHA, DMIX
             if DALPHA is not None:
                 slope_alpha += query_head * tiles + start // STEP
             if DMIX is not None:
                 slope_mix += query_head * tiles + start // STEP
-            dk, dv = query_gradients(
+            q, dout, r, ds = query_gradients(
                 Q + member * q_head, DOUT + member * dout_head, DQ + member * dq_head,
-                LSE + member * lse_head, q_row, dout_row, dq_row, k, v, dk, dv, seen,
-                log_mass, mean, eye, alpha, share, local, scale, start, end, tokens,
+                LSE + member * lse_head, q_row, dout_row, dq_row, k, v, seen,
+                log_mass, mean, eye, alpha, share, 1.0 - share, scale, start, end, tokens,
                 rows, features, values, slope_alpha, slope_mix,
-                D, E, BD, BE, ROWS, FULL, masked, LINEAR, MIX is None and LINEAR, PRECISE,
+                D, E, BD, BE, ROWS, FULL, masked, LINEAR, AVERAGE, PRECISE, ADD,
             )  # fmt: skip
+            dv = dot_add(tl.trans(r), dout, dv)
+            if GROUP > 1:
+                dk = dot_add(tl.trans(ds), q, dk)
         if LINEAR:
             x = as_float(k, eye) * (beta * LOG2E)
             if NORMALIZE:
@@ -408,12 +416,23 @@ def diag_backward_kernel(
             if HAS_MASK or not FULL:
                 p = tl.where(keep[:, None], p, 0.0)
             dv = dot_add(p.to(dtype), weight, dv)
-            gradient = p * (dot(v, tl.trans(weight)) + g[None, :])
-            if NORMALIZE:
-                gradient -= tl.exp2(x) * tl.sum(gradient, axis=1)[:, None]
-            if DBETA is not None:
-                slope = tl.sum(gradient * as_float(k, eye))
-                tl.store(DBETA + head * tiles + start // STEP, slope)
-            dk += gradient * beta
-        store_tile(DK, dk_row, start, end, dk, rows, features, D, BD, FULL)
+        if ADD:
+            dv += load_tile(DV, dv_row, start, end, rows, values, E, BE, FULL).to(tl.float32)
         store_tile(DV, dv_row, start, end, dv, rows, values, E, BE, FULL)
+        if LINEAR:
+            pull = dot(v, tl.trans(weight))
+            if NORMALIZE or DBETA is not None:
+                gradient = p * (pull + g[None, :])
+                if NORMALIZE:
+                    gradient -= tl.exp2(x) * tl.sum(gradient, axis=1)[:, None]
+                if DBETA is not None:
+                    slope = tl.sum(gradient * as_float(k, eye))
+                    tl.store(DBETA + head * tiles + start // STEP, slope)
+                dk += gradient * beta
+            else:
+                dk += p * (pull * beta + (g * beta)[None, :])
+        if GROUP == 1:
+            dk = dot_add(tl.trans(ds), q, dk)
+        if ADD:
+            dk += load_tile(DK, dk_row, start, end, rows, features, D, BD, FULL).to(tl.float32)
+        store_tile(DK, dk_row, start, end, dk, rows, features, D, BD, FULL)

@@ -55,43 +55,51 @@ def dot_add(a, b, total):
 
 
 @jit
-def dot_factors(a, b, WIDE: tl.constexpr, PRECISE: tl.constexpr):
+def dot_factors(a, b, WIDE: tl.constexpr, TERMS: tl.constexpr):
     """a @ b of exponential factors in WIDE, which has the exponents of float32.
 
-    For float16 inputs that is TF32, which has also their precision; for float32 (PRECISE) three
-    TF32 terms.
+    Factors of bfloat16 inputs are one bfloat16 number, those of float16 inputs two TERMS, of which
+    the product of the small ones is left out; three TERMS are float32, as in :func:`dot`. An ``a``
+    that is WIDE already is exact.
     """
-    if PRECISE:
-        product = tl.dot(a, b, input_precision="tf32x3")
+    if TERMS == 3:
+        product = dot(a.to(tl.float32), b)
     else:
-        product = tl.dot(a.to(WIDE), b.to(WIDE), input_precision="tf32")
+        high_a, high_b = a.to(WIDE), b.to(WIDE)
+        product = tl.dot(high_a, high_b)
+        if TERMS == 2:
+            product = tl.dot(high_a, (b - high_b.to(tl.float32)).to(WIDE), acc=product)
+            if a.dtype != WIDE:
+                product = tl.dot((a - high_a.to(tl.float32)).to(WIDE), high_b, acc=product)
     return product
 
 
 @jit
-def identity(WIDTH: tl.constexpr, dtype: tl.constexpr):
-    """The matrix that :func:`as_float` multiplies by."""
-    index = tl.arange(0, WIDTH)
+def identity(WIDTH: tl.constexpr, dtype: tl.constexpr, THROUGH: tl.constexpr):
+    """The matrix that :func:`as_float` multiplies by; of width 1 if it shall not (not THROUGH)."""
+    # beyond 128 features it would fill the shared memory, and float32 is what it should be
+    used: tl.constexpr = THROUGH and WIDTH <= 128 and dtype != tl.float32
+    index = tl.arange(0, WIDTH if used else 1)
     return (index[:, None] == index[None, :]).to(dtype)
 
 
 @jit
 def as_float(tile, eye):
-    """A tile [rows, features] in float32, held the way a dot holds its result.
+    """A tile [rows, features] in float32.
 
-    Half precision goes through the tensor cores, tile · I, which is exact: what follows (softmax
-    and the next dot) then stays in registers, as in flash attention, without a trip through
-    shared memory. Beyond 128 features I itself would fill that memory.
+    With an identity of its width it goes through the tensor cores, tile · I, which is exact: the
+    result is held the way a dot holds it, and what follows (softmax and the next dot) stays in
+    registers, as in flash attention, without a trip through shared memory.
     """
-    through_dot: tl.constexpr = tile.dtype != tl.float32 and tile.shape[1] <= 128
-    return tl.dot(tile, eye) if through_dot else tile.to(tl.float32)
+    through: tl.constexpr = eye.shape[0] > 1
+    return tl.dot(tile, eye) if through else tile.to(tl.float32)
 
 
 @jit
 def as_float_transposed(tile, eye):
     """:func:`as_float` of the transpose: [features, rows]."""
-    through_dot: tl.constexpr = tile.dtype != tl.float32 and tile.shape[1] <= 128
-    return tl.dot(eye, tl.trans(tile)) if through_dot else tl.trans(tile).to(tl.float32)
+    through: tl.constexpr = eye.shape[0] > 1
+    return tl.dot(eye, tl.trans(tile)) if through else tl.trans(tile).to(tl.float32)
 
 
 @jit

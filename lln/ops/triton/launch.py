@@ -28,7 +28,7 @@ from lln.ops.triton.summarize_kernels import (
     summarize_backward_kernel,
     summarize_kernel,
 )
-from lln.ops.triton.tiles import MERGE_IN_READER, padded, split, tile, value_block
+from lln.ops.triton.tiles import most_parts, padded, split, tile, value_block
 
 
 class Merged(NamedTuple):
@@ -82,7 +82,7 @@ def summarize_parts(
             *strides(k), *strides(v), *beta.stride(), mask_stride(key_mask), heads, keys, span,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows,
             FULL=keys % t.rows == 0 and span % t.rows == 0, HAS_MASK=key_mask is not None,
-            NORMALIZE=normalize_keys, num_warps=t.warps, num_stages=t.stages,
+            NORMALIZE=normalize_keys, **t.options,
         )  # fmt: skip
     return parts, count
 
@@ -117,7 +117,7 @@ def read(
             heads, heads // kv_heads, queries, span, count,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=queries % t.rows == 0,
             NATURAL=natural, PRECISE=precise(q), SAVE=save,
-            num_warps=t.warps, num_stages=t.stages,
+            **t.options,
         )  # fmt: skip
     return out, lse
 
@@ -145,7 +145,7 @@ def read_backward(
             heads, group, queries, span, share,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=queries % t.rows == 0,
             NATURAL=natural, PRECISE=precise(q),
-            num_warps=t.warps, num_stages=t.stages,
+            **t.options,
         )  # fmt: skip
     return dq, parts, None if slopes is None else slopes.sum(-1)
 
@@ -161,9 +161,9 @@ def merge_gradients(parts: Tensor) -> Tensor:
     return total
 
 
-def few_parts(parts: Tensor, most: int = MERGE_IN_READER) -> Tensor:
-    """The gradient parts themselves if they are at most ``most`` per head, else their sum."""
-    return merge_gradients(parts) if parts.shape[1] > most else parts
+def few_parts(parts: Tensor, d: int, e: int) -> Tensor:
+    """The gradient parts themselves if every reader can add them for itself, else their sum."""
+    return merge_gradients(parts) if parts.shape[1] > most_parts(d, e) else parts
 
 
 def summarize_backward(
@@ -173,7 +173,7 @@ def summarize_backward(
     """(dk, dv, dbeta or None) from the parts of (dM, g)."""
     (b, heads, keys, d), e = k.shape, v.shape[-1]
     block = value_block(d, e, k.dtype)
-    parts = few_parts(parts, 1 if block < e else MERGE_IN_READER)
+    parts = few_parts(parts, d, e)
     t = tile("summarize_backward", d, e, k.dtype)
     pieces, span = split(keys, b * heads, t, k.device)
     dk, dv = empty_rows(k, d), empty_rows(v, e)
@@ -185,7 +185,7 @@ def summarize_backward(
             mask_stride(key_mask), heads, keys, span, parts.shape[1],
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows,
             FULL=keys % t.rows == 0, HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys,
-            num_warps=t.warps, num_stages=t.stages,
+            **t.options,
         )  # fmt: skip
     return dk, dv, None if slopes is None else slopes.sum(-1)
 

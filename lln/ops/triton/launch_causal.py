@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -34,13 +34,15 @@ class Given(NamedTuple):
     mean: Tensor | None
 
 
-def wide_dtype(q: Tensor) -> tl.dtype:
-    """Dtype of the exponential factors: the exponents of float32, the digits of the input.
+def factors(q: Tensor) -> dict[str, Any]:
+    """How the exponential factors are multiplied: they need the exponents of float32.
 
-    bfloat16 has both; float32 factors of float16 inputs are multiplied in TF32. Triton's
-    interpreter has no dot of bfloat16.
+    bfloat16 has them; float16 inputs have three more digits, so their factors are two bfloat16
+    numbers each. Triton's interpreter has no dot of bfloat16.
     """
-    return tl.bfloat16 if q.dtype == torch.bfloat16 and q.is_cuda else tl.float32
+    if q.dtype == torch.float32 or not q.is_cuda:
+        return {"WIDE": tl.float32, "TERMS": 3}
+    return {"WIDE": tl.bfloat16, "TERMS": 2 if q.dtype == torch.float16 else 1}
 
 
 def empty_before(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -81,7 +83,7 @@ def causal(
             *alpha.stride(), *beta.stride(), heads, heads // kv_heads, tokens, span,
             D=d, E=e, BD=padded(d), BE=padded(e), ROWS=CHUNK, FULL=tokens % CHUNK == 0,
             HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys, PRECISE=precise(q),
-            WIDE=wide_dtype(q), num_warps=t.warps, num_stages=t.stages,
+            **factors(q), **t.options,
         )  # fmt: skip
     return out, lse, before
 
@@ -117,7 +119,7 @@ def causal_backward(
         "HAS_MASK": key_mask is not None,
         "NORMALIZE": normalize_keys,
         "PRECISE": precise(q),
-        "WIDE": wide_dtype(q),
+        **factors(q),
     }
     scales = (mask_stride(key_mask), *alpha.stride(), *beta.stride(), heads, group, tokens, span)
     t = tile("causal_dq", d, e, q.dtype)
@@ -125,7 +127,7 @@ def causal_backward(
         causal_dq_kernel[(count, b * heads)](
             q, k, v, dout, lse, key_mask, alpha, beta, before, *given, dq, delta, flags, alpha_sums,
             *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), *scales,
-            **widths, **options, num_warps=t.warps, num_stages=t.stages,
+            **widths, **options, **t.options,
         )  # fmt: skip
     first = 0 if need_state else 1
     after = summarize_queries(q, dout, lse, delta, alpha, first, count, span)
@@ -137,7 +139,7 @@ def causal_backward(
         causal_dkdv_kernel[(count, b * heads)](
             q, k, v, dout, lse, delta, key_mask, alpha, beta, after, flags, dk, dv, beta_sums,
             *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv),
-            *scales, first, **widths, **options, num_warps=t.warps, num_stages=t.stages,
+            *scales, first, **widths, **options, **t.options,
         )  # fmt: skip
     if group > 1:
         dk = dk.unflatten(1, (kv_heads, group)).sum(2).to(k.dtype)
@@ -165,7 +167,7 @@ def summarize_queries(
         summarize_queries_kernel[(count - first, b * heads)](
             q, dout, lse, delta, alpha, parts, *strides(q), *strides(dout), *alpha.stride(),
             heads, tokens, span, first, D=d, E=e, BD=padded(d), BE=padded(e), ROWS=CHUNK,
-            FULL=tokens % CHUNK == 0, PRECISE=precise(q), num_warps=t.warps, num_stages=t.stages,
+            FULL=tokens % CHUNK == 0, PRECISE=precise(q), **t.options,
         )  # fmt: skip
     scan(parts, after, Given(None, None), d, e, reverse=True)
     return after

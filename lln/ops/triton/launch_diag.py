@@ -45,7 +45,7 @@ def diag(
             D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, STEP=t.rows, BLOCK=block,
             FULL=rows == t.rows and tokens % rows == 0, HAS_MASK=key_mask is not None,
             CAUSAL=is_causal, LINEAR=linear, PRECISE=precise(q), SAVE=save,
-            num_warps=t.warps, num_stages=t.stages,
+            **t.options,
         )  # fmt: skip
     return out, lse
 
@@ -56,20 +56,24 @@ def diag_backward(
     beta: Tensor | None = None, mix: Tensor | None = None, state: Merged | None = None,
     parts: Tensor | None = None, normalize_keys: bool = False, linear: bool,
     slopes: tuple[bool, bool, bool] = (False, False, False),
+    add_to: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """(dq, dk, dv, dalpha, dbeta, dmix); slopes that are not asked for are empty."""
+    """(dq, dk, dv, dalpha, dbeta, dmix); slopes that are not asked for are empty.
+
+    ``add_to`` = dq, dk, dv of half the linear branch, to which half the other one is added.
+    """
     (b, heads, tokens, d), (_, kv_heads, _, e) = q.shape, v.shape
     t, rows = block_tile("diag_backward", block, d, e, q.dtype)
     pieces, span = split(tokens, b * kv_heads, t, q.device)
     dout = rows_contiguous(dout)
-    dq, dk, dv = empty_rows(q, d), empty_rows(k, d), empty_rows(v, e)
+    dq, dk, dv = add_to or (empty_rows(q, d), empty_rows(k, d), empty_rows(v, e))
     tiles = -(-tokens // t.rows)
     sums = [
         floats(q, b, h, tiles) if needed else None
         for h, needed in zip((heads, kv_heads, heads), slopes, strict=True)
     ]
     if parts is not None:
-        parts = few_parts(parts)
+        parts = few_parts(parts, d, e)
     with on_device(q):
         diag_backward_kernel[(pieces, b * kv_heads)](
             q, k, v, dout, lse, key_mask, alpha, beta, mix, *(state or (None, None, None)), parts,
@@ -78,12 +82,14 @@ def diag_backward(
             *strides(dv), mask_stride(key_mask),
             *((0, 0) if alpha is None else alpha.stride()),
             *((0, 0) if beta is None else beta.stride()),
-            kv_heads, tokens, span, 0 if parts is None else parts.shape[1], tiles, scale,
+            lse.stride(1), kv_heads, tokens, span, 0 if parts is None else parts.shape[1],
+            tiles, scale,
             D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, STEP=t.rows, BLOCK=block,
             GROUP=heads // kv_heads, FULL=rows == t.rows and tokens % rows == 0,
             HAS_MASK=key_mask is not None, CAUSAL=is_causal, LINEAR=linear,
             NORMALIZE=normalize_keys, PRECISE=precise(q),
-            num_warps=t.warps, num_stages=t.stages,
+            AVERAGE=add_to is not None or (linear and mix is None), ADD=add_to is not None,
+            **t.options,
         )  # fmt: skip
     dalpha, dbeta, dmix = (x if x is None else x.sum(-1) for x in sums)
     found = dalpha, dbeta, dmix if dmix is None else dmix.sum(0)

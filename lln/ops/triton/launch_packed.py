@@ -76,7 +76,7 @@ def summarize(
             *beta.stride(), 0, heads, tokens, plan.span,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=False,
             HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys,
-            num_warps=t.warps, num_stages=t.stages,
+            **t.options,
         )  # fmt: skip
         merge_kernel[(beta.numel(), triton.cdiv(d, 4), triton.cdiv(e, columns))](
             parts, *state, plan.table, plan.items, heads, 0,
@@ -97,7 +97,7 @@ def read(q: Tensor, cu_q: Tensor, alpha: Tensor, state: Merged, out: Tensor, lse
             0, lse.stride(0), *alpha.stride(),
             heads, heads // state.mean.shape[1], tokens, plan.span, 0,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=False,
-            NATURAL=False, PRECISE=precise(q), SAVE=True, num_warps=t.warps, num_stages=t.stages,
+            NATURAL=False, PRECISE=precise(q), SAVE=True, **t.options,
         )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def read_backward(
             plan.table, cu_q, *_strides(q), *_strides(dout), *_strides(dq), 0, lse.stride(0),
             *alpha.stride(), heads, group, tokens, plan.span, 1.0,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=False,
-            NATURAL=False, PRECISE=precise(q), num_warps=t.warps, num_stages=t.stages,
+            NATURAL=False, PRECISE=precise(q), **t.options,
         )  # fmt: skip
     total = _add_parts(parts, plan, sequences, kv_heads, group)
     return total, None if slopes is None else _add_parts(slopes, plan, sequences, heads, 1)
@@ -153,6 +153,6 @@ def summarize_backward(
             heads, tokens, plan.span, 1,
             D=d, E=e, BD=padded(d), BE=value_block(d, e, k.dtype), ROWS=t.rows, FULL=False,
             HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys,
-            num_warps=t.warps, num_stages=t.stages,
+            **t.options,
         )  # fmt: skip
     return None if slopes is None else _add_parts(slopes, plan, cu_k.shape[0] - 1, heads, 1)

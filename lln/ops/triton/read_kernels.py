@@ -148,6 +148,7 @@ def read_kernel(
     NATURAL: tl.constexpr,
     PRECISE: tl.constexpr,
     SAVE: tl.constexpr,
+    THROUGH: tl.constexpr,
 ):
     """OUT of ``span`` queries of one head.
 
@@ -170,7 +171,7 @@ def read_kernel(
         features, values, D, E, BD, BE, NATURAL, SAVE,
     )  # fmt: skip
     mean = mean.to(Q.dtype.element_ty)
-    eye = identity(BD, Q.dtype.element_ty)
+    eye = identity(BD, Q.dtype.element_ty, THROUGH)
 
     end = tl.minimum((part + 1) * span, queries)
     for start in range(part * span, end, ROWS):
@@ -225,11 +226,12 @@ def read_backward_kernel(
     FULL: tl.constexpr,
     NATURAL: tl.constexpr,
     PRECISE: tl.constexpr,
+    THROUGH: tl.constexpr,
 ):
     """DQ of ``span`` queries and their part of (dM, g); DALPHA[head, part] if asked for.
 
-    Without DQ only the parts: LLN+Diag writes dq elsewhere. The parts are weighed by ``share``, or
-    by MIX per head.
+    Without DQ only the parts: LLN+Diag writes dq elsewhere. All is weighed by ``share``, or by MIX
+    per head.
     """
     tokens = queries
     b, h, part, first, queries, index = locate(PLAN, CU, heads, queries)
@@ -240,12 +242,15 @@ def read_backward_kernel(
         DQ += b * dq_batch + h * dq_head + first * dq_row
     LSE += b * lse_batch + h * lse_head + first
     alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32)
+    if MIX is not None:
+        share = tl.load(MIX + h).to(tl.float32)
     rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
     mine = tl.program_id(2) * BE + tl.arange(0, BE)  # the value block whose dM this program sums
     log_mass = load_log_mass(LOG_MASS, kv_head, features, D, NATURAL)
     mean = load_mean(MEAN, kv_head, features, mine, D, E).to(Q.dtype.element_ty)
-    eye = identity(BD, Q.dtype.element_ty)
+    eye = identity(BD, Q.dtype.element_ty, THROUGH)
 
+    slope_q = alpha * share
     dmean = tl.zeros([BD, BE], tl.float32)
     weighted = tl.zeros([ROWS, BD], tl.float32)
     slope = tl.zeros([ROWS, BD], tl.float32)
@@ -271,11 +276,9 @@ def read_backward_kernel(
             if DALPHA is not None:
                 slope += gradient * as_float(q, eye)
             if tl.program_id(2) == 0:
-                store_tile(DQ, dq_row, start, end, gradient * alpha, rows, features, D, BD, FULL)
+                store_tile(DQ, dq_row, start, end, gradient * slope_q, rows, features, D, BD, FULL)
         dmean = dot_add(tl.trans(p.to(dout.dtype)), dout, dmean)
 
-    if MIX is not None:
-        share = tl.load(MIX + h).to(tl.float32)
     base = PARTS + index * (D * E + D)
     inside = features < D
     block = inside[:, None] & (mine < E)[None, :]
@@ -283,4 +286,4 @@ def read_backward_kernel(
     if tl.program_id(2) == 0:
         tl.store(base + D * E + features, -share * tl.sum(weighted, axis=0), mask=inside)
         if DALPHA is not None:
-            tl.store(DALPHA + index, tl.sum(slope))
+            tl.store(DALPHA + index, tl.sum(slope) * share)

@@ -45,13 +45,15 @@ def _deviations_impl(
     key_mask, query_mask = contiguous_mask(key_mask), contiguous_mask(query_mask)
     t = tile("statistics", d, d, q.dtype)
     count, _ = split(max(queries, keys), b * (heads + kv_heads), t, q.device)
+    q_span, k_span = whole_tiles(queries, count, t), whole_tiles(keys, count, t)
     parts = q.new_empty((b * (heads + kv_heads), count, 3), dtype=torch.float32)
     with on_device(q):
         moments_kernel[(count, b * (heads + kv_heads))](
             q, k, query_mask, key_mask, parts, *strides(q), *strides(k),
             mask_stride(query_mask), mask_stride(key_mask), b, heads, kv_heads, queries, keys,
-            whole_tiles(queries, count, t), whole_tiles(keys, count, t),
-            D=d, BD=padded(d), ROWS=t.rows, num_warps=t.warps, num_stages=t.stages,
+            q_span, k_span, D=d, BD=padded(d), ROWS=t.rows,
+            FULL=0 < queries == count * q_span and 0 < keys == count * k_span, STAGES=t.stages,
+            num_warps=t.warps, num_stages=t.stages,
         )  # fmt: skip
         group = heads // kv_heads * count
         deviation_kernel[(b * kv_heads,)](

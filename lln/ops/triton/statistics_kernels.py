@@ -37,6 +37,8 @@ def moments_kernel(
     D: tl.constexpr,
     BD: tl.constexpr,
     ROWS: tl.constexpr,
+    FULL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """PARTS[head, part] = (count, mean, squared deviation): query heads first, then key heads."""
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -45,14 +47,16 @@ def moments_kernel(
         b, h = head // heads, head % heads
         _moments(
             Q + b * q_batch + h * q_head, q_row, QUERY_MASK, b * query_mask_batch,
-            PARTS + index * 3, part * q_span, tl.minimum((part + 1) * q_span, queries), D, BD, ROWS,
+            PARTS + index * 3, part * q_span, tl.minimum((part + 1) * q_span, queries),
+            D, BD, ROWS, FULL, STAGES,
         )  # fmt: skip
     else:
         head -= samples * heads
         b, h = head // kv_heads, head % kv_heads
         _moments(
             K + b * k_batch + h * k_head, k_row, KEY_MASK, b * key_mask_batch,
-            PARTS + index * 3, part * k_span, tl.minimum((part + 1) * k_span, keys), D, BD, ROWS,
+            PARTS + index * 3, part * k_span, tl.minimum((part + 1) * k_span, keys),
+            D, BD, ROWS, FULL, STAGES,
         )  # fmt: skip
 
 
@@ -68,20 +72,23 @@ def _moments(
     D: tl.constexpr,
     BD: tl.constexpr,
     ROWS: tl.constexpr,
+    FULL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Count, mean and squared deviation of rows begin … end of one head."""
     rows, columns = tl.arange(0, ROWS), tl.arange(0, BD)
-    x, keep = _tile(X, x_row, MASK, mask_offset, begin, end, rows, columns, D, BD)
+    x, keep = _tile(X, x_row, MASK, mask_offset, begin, end, rows, columns, D, BD, FULL)
     center = tl.sum(x) / tl.maximum(tl.sum(keep.to(tl.float32)) * D, 1.0)
     count = tl.zeros([ROWS], tl.float32)
     first = tl.zeros([ROWS, BD], tl.float32)
     second = tl.zeros([ROWS, BD], tl.float32)
-    for start in range(begin, end, ROWS):
-        x, keep = _tile(X, x_row, MASK, mask_offset, start, end, rows, columns, D, BD)
-        inside = keep[:, None]
+    for start in tl.range(begin, end, ROWS, num_stages=STAGES):
+        x, keep = _tile(X, x_row, MASK, mask_offset, start, end, rows, columns, D, BD, FULL)
+        x -= center
+        if not FULL or MASK is not None:
+            x = tl.where(keep[:, None], x, 0.0)
         if D % BD != 0:
-            inside = inside & (columns < D)[None, :]
-        x = tl.where(inside, x - center, 0.0)
+            x = tl.where((columns < D)[None, :], x, 0.0)
         count += keep.to(tl.float32)
         first += x
         second += x * x
@@ -104,9 +111,10 @@ def _tile(
     columns,
     D: tl.constexpr,
     BD: tl.constexpr,
+    FULL: tl.constexpr,
 ):
     """A tile in float32, zero where masked, and which of its rows count."""
-    x = load_tile(X, x_row, start, end, rows, columns, D, BD, False).to(tl.float32)
+    x = load_tile(X, x_row, start, end, rows, columns, D, BD, FULL).to(tl.float32)
     keep = rows < end - start
     if MASK is not None:
         keep = tl.load(MASK + mask_offset + start + rows, mask=keep, other=0) != 0

@@ -62,6 +62,7 @@ def summarize_kernel(
     FULL: tl.constexpr,
     HAS_MASK: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    THROUGH: tl.constexpr,
 ):
     """PARTS[head, part] = (sum, peak, mass) of keys part·span … (part + 1)·span."""
     b, h, part, first, keys, index = locate(PLAN, CU, heads, keys)
@@ -73,7 +74,7 @@ def summarize_kernel(
     rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
     values = tl.program_id(2) * BE + tl.arange(0, BE)
 
-    eye = identity(BD, K.dtype.element_ty)
+    eye = identity(BD, K.dtype.element_ty, THROUGH)
 
     peak = tl.full([BD], FLOOR, tl.float32)
     mass = tl.zeros([BD], tl.float32)
@@ -264,6 +265,7 @@ def summarize_backward_kernel(
     FULL: tl.constexpr,
     HAS_MASK: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    THROUGH: tl.constexpr,
 ):
     """DK, DV of ``span`` keys; DBETA[head, part] if asked for. B is scaled by its largest entry.
 
@@ -283,7 +285,7 @@ def summarize_backward_kernel(
     inside = features < D
     dtype: tl.constexpr = V.dtype.element_ty
 
-    eye = identity(BD, K.dtype.element_ty)
+    eye = identity(BD, K.dtype.element_ty, THROUGH)
     NORM += head * 2 * D
     peak = tl.load(NORM + features, mask=inside, other=0.0)
     mass = tl.load(NORM + D + features, mask=inside, other=0.0)

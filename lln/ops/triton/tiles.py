@@ -1,13 +1,15 @@
 """Block sizes of the kernels: one small measured table instead of a search at the first call.
 
-A tile is (rows, warps, stages, programs): tokens per step, warps per program, loads in flight, and
-the programs that run on one multiprocessor at a time.
+A tile is (rows, warps, stages, programs, through, registers): tokens per step, warps per program,
+loads in flight, the programs that run on one multiprocessor at a time, whether half precision
+becomes float32 through the tensor cores (:func:`lln.ops.triton.features.as_float`), and the most
+registers per thread if not what the compiler likes.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,20 +19,40 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     programs: int
+    through: bool = True
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What every kernel with such a tile is launched with."""
+        return {
+            "THROUGH": self.through,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+            "maxnreg": self.registers,
+        }
 
 
 # Half precision, by the larger of the padded widths; measured on an H200 (sm_90).
 HALF = {
-    "summarize": {64: Tile(64, 4, 4, 3), 128: Tile(128, 8, 3, 1), 256: Tile(32, 8, 2, 1)},
-    "read": {64: Tile(64, 4, 4, 3), 128: Tile(128, 8, 3, 1), 256: Tile(64, 8, 2, 1)},
-    "read_backward": {64: Tile(64, 4, 4, 2), 128: Tile(64, 8, 2, 1), 256: Tile(32, 8, 1, 1)},
-    "summarize_backward": {64: Tile(64, 4, 3, 2), 128: Tile(64, 8, 3, 1), 256: Tile(32, 8, 1, 1)},
-    "diag": {64: Tile(64, 4, 3, 2), 128: Tile(64, 8, 2, 1)},
-    "diag_backward": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
-    "causal": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
+    "summarize": {64: Tile(64, 4, 3, 3), 128: Tile(64, 8, 3, 1), 256: Tile(32, 8, 2, 1)},
+    "read": {64: Tile(64, 4, 3, 3), 128: Tile(128, 8, 3, 1), 256: Tile(64, 8, 2, 1)},
+    "read_backward": {
+        64: Tile(64, 4, 4, 2),
+        128: Tile(64, 8, 3, 1, through=False),
+        256: Tile(32, 8, 1, 1),
+    },
+    "summarize_backward": {
+        64: Tile(64, 4, 3, 3, registers=168),
+        128: Tile(64, 8, 3, 1, through=False),
+        256: Tile(32, 8, 1, 1),
+    },
+    "diag": {64: Tile(64, 4, 3, 2), 128: Tile(64, 4, 1, 2, through=False)},
+    "diag_backward": {64: Tile(64, 4, 2, 2), 128: Tile(64, 4, 1, 2, through=False)},
+    "causal": {64: Tile(64, 4, 3, 2), 128: Tile(64, 8, 1, 1)},
     "causal_dq": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
     "causal_dkdv": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
-    "statistics": {64: Tile(32, 8, 1, 6), 256: Tile(16, 8, 1, 6)},
+    "statistics": {64: Tile(32, 8, 4, 6), 256: Tile(16, 8, 1, 6)},
 }
 # float32 dots run on the ordinary cores with both operands in registers: small tiles.
 SINGLE = {64: Tile(32, 4, 2, 4), 128: Tile(16, 8, 1, 2), 256: Tile(16, 8, 1, 1)}
@@ -71,14 +93,23 @@ def whole_tiles(tokens: int, parts: int, tile: Tile) -> int:
 # In steps of one token: what a program costs before and after its loop, and what it costs to merge
 # more parts than MERGE_IN_READER by a kernel of their own.
 PROGRAM, MERGE = 256, 1024
-# Up to this many parts every reader merges for itself.
 MERGE_IN_READER = 4
+
+
+def most_parts(d: int, e: int) -> int:
+    """Up to this many parts of a state every reader merges for itself: they must fit registers."""
+    return MERGE_IN_READER if padded(d) * padded(e) <= 4096 else 1
 
 
 def causal_fits(d: int, e: int, dtype: torch.dtype) -> bool:
     """Whether the causal kernels of these widths fit the shared memory of a multiprocessor."""
     narrow, wide = sorted((padded(d), padded(e)))
     return wide <= (128 if dtype.itemsize == 2 or narrow <= 64 else 64)
+
+
+def fused_backward(d: int, e: int) -> bool:
+    """Whether one backward kernel of LLN+Diag holds both branches in registers."""
+    return max(padded(d), padded(e)) <= 64
 
 
 # Chunks of causal attention; the backward pass must cut the sequence as the forward pass did.

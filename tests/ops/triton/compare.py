@@ -64,11 +64,13 @@ def compare(
     )
     limit = max(LIMITS[dtype], 32 * torch.finfo(torch.float32).eps * largest)  # exponents round too
     for name in exact:
+        # a gradient of half precision has one more dot of rounded factors behind it than an output
+        rounds = 2 if name != "out" and dtype.itemsize == 2 else 1
         assert got[name].shape == exact[name].shape, name
         assert got[name].dtype == plain[name].dtype, name
         size = max(exact[name].norm().item(), floor * exact[name].numel() ** 0.5)
         plain_error = (plain[name].double() - exact[name]).norm().item()
-        allowed = max(limit * size, 2 * plain_error)
+        allowed = max(rounds * limit * size, 2 * plain_error)
         if name in ("d_alpha", "d_beta", "d_mix"):
             allowed *= 20 * largest
         error = (got[name].double() - exact[name]).norm().item()

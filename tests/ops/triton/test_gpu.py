@@ -26,8 +26,8 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 PAIRS = [(d, e, DTYPES[(i + j) % 3]) for i, d in enumerate(WIDTHS) for j, e in enumerate(WIDTHS)]
 
 
-def check(op, tensors, dtype, **options) -> None:
-    compare(getattr(kernels, op), getattr(reference, op), tensors, dtype, floor=0.1, **options)
+def check(op, tensors, dtype, *, floor=0.1, **options) -> None:
+    compare(getattr(kernels, op), getattr(reference, op), tensors, dtype, floor=floor, **options)
 
 
 def packed(lengths, device, *, dtype=torch.bfloat16, width=64):
@@ -47,7 +47,8 @@ def packed(lengths, device, *, dtype=torch.bfloat16, width=64):
 @pytest.mark.parametrize("op", OPS)
 def test_lengths(op, length, dtype, device):
     tensors = inputs(1, 2, length, width=64, key_heads=1, device=device)
-    check(op, tensors, dtype, **OPS[op])
+    # one key is all there is to attend: the gradients to q and k are 0 up to rounding
+    check(op, tensors, dtype, floor=1.0 if length == 1 else 0.1, **OPS[op])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -177,7 +178,11 @@ def test_decode_at_the_batch_that_is_measured(context, width, device):
 
 
 def graph_of(run) -> tuple[torch.cuda.CUDAGraph, object]:
-    run()  # compile outside of the capture
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()  # compile outside of the capture
+    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = run()
@@ -203,7 +208,7 @@ def test_cuda_graph(op, device):
         out = getattr(kernels, op)(**leaves, **options)
         return out, *torch.autograd.grad(out, list(leaves.values()), upstream)
 
-    expected = [x.clone() for x in run()]
+    expected = [x.detach().clone() for x in run()]
     graph, found = graph_of(run)
     for x in found:
         x.detach().zero_()
@@ -224,6 +229,7 @@ def test_cuda_graph_of_a_decoding_step(device):
     assert torch.equal(out, expected)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself
 @pytest.mark.parametrize("op", OPS)
 def test_compile_with_inductor(op, device):
     leaves = [torch.randn(1, 2, 500, 64, device=device, requires_grad=True) for _ in range(3)]

@@ -41,6 +41,16 @@ def test_average(length, block, dtype, device):
     )  # fmt: skip
 
 
+def test_wide_heads(device):
+    """One branch after the other in the backward pass: the second adds to the first."""
+    tensors = inputs(1, 2, 50, None, 128, 32, key_heads=1, device=device)
+    mask = torch.rand(1, 50, device=device) > 0.3
+    compare(
+        kernels.lln_diag, reference.lln_diag, tensors, torch.float16,
+        block=16, scale=0.2, key_mask=mask,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype, normalize_keys", [(torch.float32, False), (torch.float16, True)])
 def test_groups_masks_learned_mix(dtype, normalize_keys, device):
     tensors = inputs(2, 2, 70, None, 48, 16, key_heads=1, device=device)
