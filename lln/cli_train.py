@@ -33,6 +33,9 @@ Accumulation = Annotated[int | None, typer.Option(min=1, help="Micro-batches of 
 Rate = Annotated[float | None, typer.Option("--lr", help="Largest learning rate.")]
 Precision = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")]
 Compile = Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile.")]
+Graph = Annotated[
+    bool | None, typer.Option("--graph/--no-graph", help="CUDA graphs on one GPU; default yes.")
+]
 Every = Annotated[int | None, typer.Option(min=0, help="Steps; 0 = only at the end.")]
 Seed = Annotated[int | None, typer.Option(help="Of weights, order, masking and dropout.")]
 
@@ -104,6 +107,7 @@ def mlm(
     lr: Rate = None,
     precision: Precision = None,
     compile: Compile = None,
+    graph: Graph = None,
     checkpointing: Annotated[
         bool | None, typer.Option("--checkpointing", help="Compute activations twice.")
     ] = None,
@@ -145,6 +149,7 @@ def mlm(
             learning_rate=lr,
             precision=precision,
             compile=compile,
+            graph=graph,
             checkpointing=checkpointing,
             shard=shard,
             log_every=log_every,

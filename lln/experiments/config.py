@@ -15,7 +15,7 @@ SCHEDULES = ("linear", "cosine", "constant")
 # Fields that change how a run is carried out or watched, and of what it computes the rounding.
 MANNER = frozenset(
     {
-        *("accumulation", "compile", "checkpointing", "shard"),
+        *("accumulation", "compile", "graph", "checkpointing", "shard"),
         *("save_every", "log_every", "keep", "monitor_every"),
     }
 )
@@ -33,6 +33,7 @@ class TrainConfig:
         schedule: How it falls to 0 from there: "linear", "cosine"; "constant" stays.
         clip: Largest norm of the gradient; 0 = no limit.
         precision: "bf16" and "fp16" compute under autocast, weights and optimizer stay in float32.
+        graph: On one GPU, replay updates from CUDA graphs where they can be recorded.
         checkpointing: Compute activations twice instead of keeping them.
         shard: With several processes, FSDP2 instead of DDP.
         eval_every: Steps between evaluations, the first before training; 0 = only at the end.
@@ -57,6 +58,7 @@ class TrainConfig:
     clip: float = 1.0
     precision: str = "fp32"
     compile: bool = False
+    graph: bool = True
     checkpointing: bool = False
     shard: bool = False
     eval_every: int = 0

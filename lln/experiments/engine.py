@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lln.experiments.config import TrainConfig
+from lln.experiments.graph import ORDINARY_FIRST, Graphs
 from lln.experiments.seeds import derived_seed
 
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
@@ -69,6 +70,7 @@ class Engine:
         model: As the task built it; its parameters are the ones that are trained.
         sums: float64 ``[3]`` on the device: losses, terms and non-finite batches since last read.
         norm: Of the last gradient, before clipping.
+        untimed: First updates, which compile, allocate and record.
     """
 
     def __init__(self, accelerator: Any, model: nn.Module, task: Batches, config: TrainConfig):
@@ -85,17 +87,23 @@ class Engine:
             _checkpoint_activations(model)
         self._wrap(model)
         self.loss: Loss = torch.compile(task.loss, dynamic=False) if config.compile else task.loss
+        on_gpu = self.device.type == "cuda"
         self.optimizer = torch.optim.AdamW(
             _groups(model, config.weight_decay),
-            lr=config.learning_rate,
+            lr=torch.tensor(config.learning_rate, device=self.device)
+            if on_gpu
+            else config.learning_rate,
             betas=config.betas,
             eps=config.epsilon,
-            fused=self.device.type == "cuda",
+            fused=on_gpu,
+            capturable=on_gpu,
         )
         half = config.precision == "fp16"
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)  # pyright: ignore[reportPrivateImportUsage]
         self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         self.norm = torch.zeros((), device=self.device)
+        self.graphs = Graphs(self._update) if on_gpu and config.graph and self.world == 1 else None
+        self.untimed = 1 if self.graphs is None else ORDINARY_FIRST + 1
 
     def _wrap(self, model: nn.Module) -> None:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
@@ -119,33 +127,47 @@ class Engine:
             loss: Instead of the task's, compiled if the run is.
         """
         config = self.config
-        rate = config.rate(step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        self._set_rate(config.rate(step))
         torch.manual_seed(derived_seed(config.seed, "step", step, self.rank))  # dropout
         if not self.wrapped.training:
             self.wrapped.train()
+        batches = [self._rows(step, turn) for turn in range(config.accumulation)]
+        if loss is None and self.graphs is not None:
+            self.norm = self.graphs(batches)
+        else:
+            self.norm = self._update(batches, loss)
+
+    def _set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):  # where a recorded update reads it
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _update(self, batches: Sequence[Mapping[str, Tensor]], loss: Loss | None = None) -> Tensor:
+        """Gradients of all micro-batches and a step of the optimizer; the norm of the gradient."""
         planned = count = self.sums.new_zeros(())
-        for turn in range(config.accumulation):
-            last = turn == config.accumulation - 1
-            batch = self._rows(step, turn)
+        for turn, batch in enumerate(batches):
+            last = turn == len(batches) - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped):
                 with self.autocast():
                     total, terms = self.wrapped(loss or self.loss, batch)
                 if turn == 0:  # a forecast for all; what it is off by is corrected below
-                    planned = (self._over_ranks(terms) * config.accumulation).clamp(min=1)
+                    planned = (self._over_ranks(terms) * len(batches)).clamp(min=1)
                 # Gradients are averaged over the processes.
                 mean = total * (self.world / planned).to(total.dtype)
                 self.scaler.scale(mean).backward()
             count = count + terms
             self._note(total.detach(), terms)
-        if config.accumulation > 1:
+        if len(batches) > 1:
             self._scale_gradients(planned / self._over_ranks(count).clamp(min=1))
         self.scaler.unscale_(self.optimizer)
-        self.norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip or float("inf"))
+        limit = self.config.clip or float("inf")
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        return norm
 
     def _rows(self, step: int, turn: int) -> dict[str, Tensor]:
         own = self.config.batch_size // self.world

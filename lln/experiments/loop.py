@@ -89,7 +89,7 @@ class Summary:
         steps, resumed: Updates in all, and those of earlier calls.
         metrics: Of the last evaluation on "valid".
         best: Value of the task's metric in the best evaluation, and its step.
-        seconds: Of training; evaluation, checkpoints and the first update (compilation) not
+        seconds: Of training; evaluation, checkpoints and the first updates (compilation) not
             counted, the latter being ``first_seconds``.
         diverged: Whether it was given up because losses were NaN or infinite.
         model: Trained, on its device, in evaluation mode.
@@ -161,6 +161,8 @@ def train(
         accelerator.wait_for_everyone()
     if accelerator.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+        if config.precision != "fp32":  # what autocast leaves in float32 may then be TF32
+            torch.set_float32_matmul_precision("high")
     engine = Engine(accelerator, task.build(), task, config)
     run = _Run(task, config, folder, engine, progress or Silent(), tensorboard)
     with contextlib.closing(run):
@@ -186,7 +188,7 @@ class _Run:
         self.loss: float | None = None
         self.diverged = self.stopped = False
         self.seconds = self.first_seconds = 0.0
-        self.counted, self.warm = 0, False  # updates that `seconds` is about
+        self.counted, self.untimed = 0, engine.untimed  # updates `seconds` is about, and not
         self.mark = time.perf_counter()
         self.main = engine.rank == 0
         self.progress = progress if self.main else Silent()
@@ -228,14 +230,14 @@ class _Run:
         self.progress.at(self.step)
 
     def _count(self) -> None:
-        """Time all updates but the first of this process, which compiles and allocates."""
-        if self.warm:
+        """Time all updates but the first of this process, which compile, allocate and record."""
+        if self.untimed == 0:
             self.counted += 1
             return
         _wait(self.engine.device)
         now = time.perf_counter()
         self.first_seconds += now - self.mark
-        self.warm, self.mark = True, now
+        self.untimed, self.mark = self.untimed - 1, now
 
     def _measured_update(self) -> None:
         """Uncompiled, as compiled code does not pass by the monitor; it sees one micro-batch."""
