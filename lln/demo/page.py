@@ -272,9 +272,9 @@ def training_table(results: Sequence[Row], curves: Sequence[Row], about: str) ->
                 three_digits(row["step_ms"]),
             ]
         )
-    columns = ["attention", "at first", "halfway", "at the end"]
+    columns = ["attention", "at first", "halfway", "at last"]
     return Table(
-        [*columns, "tokens found", "parameters", "ms per update"],
+        [*columns, "found", "parameters", "ms per update"],
         lines,
-        caption=f"Validation loss in nats per hidden token. {about}.",
+        caption=f"Validation loss in nats per hidden token, share of them found. {about}.",
     )

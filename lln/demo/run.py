@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -80,14 +82,10 @@ def _concentration(setting: concentration.Setting, bars: Progress) -> list[dict]
     total = len(setting.temperatures) * len(concentration.KERNELS)
     task = bars.add_task("entropy and spectral gap", total=total, now="")
     rows = []
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # matrices this small are slower on several threads
-    try:
+    with _one_thread():
         for row in concentration.measure(setting):
             rows.append(row)
             bars.update(task, advance=1, now=f"τ = {row['temperature']:g}, {row['kernel']}")
-    finally:
-        torch.set_num_threads(threads)
     bars.update(task, now="")
     return rows
 
@@ -113,9 +111,21 @@ def _training(quick: bool, bars: Progress) -> tuple[list[dict], list[dict], str]
     def watch(label: str, step: int) -> None:
         bars.update(task, completed=labels.index(label) * steps + step, now=label)
 
-    trained = training.train(quick=quick, watch=watch)
+    with _one_thread():
+        trained = training.train(quick=quick, watch=watch)
     bars.update(task, now="")
     return trained
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Matrices this small are slower on several threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _print(console: Console, table: Table, title: str) -> None:

@@ -15,7 +15,7 @@ from lln.instruments.rows import read_rows
 
 Row = dict[str, Any]
 LABELS = {"softmax": "softmax", "lln_diag": "LLN+Diag"}
-STEPS, QUICK_STEPS = 500, 20
+STEPS, QUICK_STEPS = 400, 20
 
 
 class _Steps(Silent):
