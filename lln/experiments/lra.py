@@ -246,7 +246,7 @@ def digest(config: LRAConfig, arrays: data.LRAData, *, timed: bool = False) -> s
 class _Timed(LRA):
     """The same updates without evaluation."""
 
-    name = "step"
+    name = "lra_step"
 
     def __init__(self, config: LRAConfig, arrays: data.LRAData) -> None:
         super().__init__(config, arrays)

@@ -101,7 +101,7 @@ class Mean:
     count: int
 
     @staticmethod
-    def of(values: Iterable[float]) -> Mean | None:
+    def of(values: Iterable[float | None]) -> Mean | None:
         """None without a value."""
         known = [value for value in values if value is not None]
         if not known:

@@ -18,6 +18,9 @@ from lln.report import results
 TABLES: dict[str, tuple[str, str, str]] = {
     "1": ("lln.report.glue_table", "fine-tunings on GLUE", "lln sweep sweeps/tier_a.json"),
     "2": ("lln.report.step_table", "timed training steps", "lln sweep sweeps/table2.json"),
+    "3": ("lln.report.vit_table", "ViT on images", "lln sweep sweeps/vit.json"),
+    "4": ("lln.report.arena_cost_table", "timed LRA steps", "lln sweep sweeps/table4.json"),
+    "5": ("lln.report.arena_table", "the Long Range Arena", "lln sweep sweeps/lra.json"),
 }
 
 

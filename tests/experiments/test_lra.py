@@ -147,7 +147,7 @@ def test_the_test_uses_the_best_weights(tmp_path, monkeypatch):
 
 def test_throughput_times_updates_only(tmp_path):
     row = lra.throughput(small("lln", steps=3), sequences())
-    assert row["subject"] == "step" and row["step_ms"] > 0 and not row["out_of_memory"]
+    assert row["subject"] == "lra_step" and row["step_ms"] > 0 and not row["out_of_memory"]
     assert "accuracy" not in row
     assert row["digest"] == lra.digest(lra.as_timed(small("lln", steps=3)), sequences(), timed=True)
 
@@ -191,6 +191,6 @@ def test_job_of_a_sweep(tmp_path, monkeypatch):
     for each in (spec, timed):
         find("lra").run(each, place)
     rows = read_rows(tmp_path / "results" / "lra.jsonl")
-    assert [row["subject"] for row in rows] == ["lra", "step"]
+    assert [row["subject"] for row in rows] == ["lra", "lra_step"]
     wanted = [*find("lra").keys(spec, place), *find("lra").keys(timed, place)]
     assert [(row["digest"], row["seed"]) for row in rows] == wanted

@@ -1,0 +1,45 @@
+"""Accuracies at several learning rates: validation chooses the rate, the same way for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lln.report.results import Mean, Row, grouped
+
+
+def rate(row: Row) -> float:
+    return row["configuration"]["learning_rate"]
+
+
+def at_best_rate(rows: Sequence[Row]) -> list[Row]:
+    """Of runs that differ in rate and seed, those of the rate that is best on validation.
+
+    Only seeds that every rate has are compared, so that a rate is not chosen for its luck with
+    another seed.
+    """
+    by_rate = grouped(rows, rate)
+    seeds = [{row["seed"] for row in own} for own in by_rate.values()]
+    common = set.intersection(*seeds) or set.union(*seeds)
+
+    def valid(own: list[Row]) -> float:
+        mean = Mean.of(row.get("valid_accuracy") for row in own if row["seed"] in common)
+        return float("-inf") if mean is None else mean.value
+
+    return max(by_rate.values(), key=valid)
+
+
+def rates_note(rows: Sequence[Row]) -> str:
+    """How the rate was found."""
+    tried = sorted({rate(row) for row in rows})
+    words = ", ".join(f"{each:g}" for each in tried)
+    if len(tried) == 1:
+        return f"Learning rate {words} for all; test once, with the weights best on validation."
+    return (
+        f"Learning rates {words} for all, the best on validation is shown; test once, with the "
+        "weights best on validation."
+    )
+
+
+def is_fixed(row: Row) -> bool:
+    """Whether α and β were given, as for Fig. 10."""
+    return (row["configuration"].get("options") or {}).get("statistics") == "fixed"

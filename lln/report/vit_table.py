@@ -1,0 +1,101 @@
+"""Table 3: accuracy of the Vision Transformer, one table per model and data set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lln.report.accuracy import at_best_rate, is_fixed, rate, rates_note
+from lln.report.numbers import three_digits
+from lln.report.paper_values import TABLE_3
+from lln.report.results import (
+    Mean,
+    Row,
+    grouped,
+    in_paper_order,
+    mechanism,
+    options,
+    origin,
+    origin_text,
+)
+from lln.report.tables import Table
+
+SCALE = (
+    *("recipe", "layers", "width", "heads", "patch", "side", "length", "steps", "batch_size"),
+    *("precision", "data"),
+)
+COLUMNS = (
+    "",
+    "accuracy, %",
+    "validation, %",
+    "paper, %",
+    "rate",
+    "ms a step",
+    "peak, MB",
+    "parameters",
+)
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """One for each model, number of steps and data set; runs for Fig. 10 are left out."""
+    own = [row for row in rows if row["subject"] == "vit" and not is_fixed(row)]
+    own = [row for row in own if row["configuration"]["recipe"] != "deit-tiny"]
+    scales = grouped(own, lambda row: tuple(map(row["configuration"].get, SCALE)))
+    return [_table(found) for _, found in sorted(scales.items(), key=lambda item: -len(item[1]))]
+
+
+def _table(rows: list[Row]) -> Table:
+    ordered = sorted(rows, key=in_paper_order)
+    by_mechanism = grouped(ordered, lambda row: (mechanism(row), options(row)))
+    found = [_line(name, own) for (name, _), own in by_mechanism.items()]
+    about = rows[0]["configuration"]
+    epochs = about["steps"] * about["batch_size"] / about["examples"]["train"]
+    title = (
+        f"Table 3 at our scale: ViT of {about['layers']} layers × {about['width']}, "
+        f"{about['heads']} heads, {about['length']} tokens, {about['data']}, {epochs:.0f} epochs"
+    )
+    notes = [
+        rates_note(rows),
+        f"{about['examples']['train']:,} images for training, {about['examples']['valid']:,} for "
+        f"validation, {about['examples']['test']:,} for the test; ± is the standard error over "
+        "seeds.",
+        "The paper trained 100 epochs with vit-pytorch; its image size, patches and split are not "
+        "printed.",
+        origin_text(rows),
+    ]
+    return Table(title, COLUMNS, [line for line, _ in found], notes, [rec for _, rec in found])
+
+
+def _line(name: str, rows: list[Row]) -> tuple[list[str], dict[str, Any]]:
+    best = at_best_rate(rows)
+    accuracy = Mean.of(row["accuracy"] for row in best)
+    valid = Mean.of(row["valid_accuracy"] for row in best)
+    first = best[0]
+    printed = TABLE_3.get(first["mechanism"])
+    time, memory = (Mean.of(row.get(key) for row in best) for key in ("step_ms", "peak_mb"))
+    line = [
+        name,
+        "–" if accuracy is None else accuracy.text(2, 100),
+        "–" if valid is None else valid.text(2, 100),
+        "" if printed is None else f"{printed:.2f}",
+        f"{rate(first):g}",
+        three_digits(None if time is None else time.value),
+        three_digits(None if memory is None else memory.value),
+        f"{first['parameters']:,}",
+    ]
+    record = {
+        "mechanism": first["mechanism"],
+        "name": name,
+        "options": first["configuration"].get("options") or {},
+        "accuracy": None if accuracy is None else accuracy.value,
+        "standard_error": None if accuracy is None else accuracy.error,
+        "valid_accuracy": None if valid is None else valid.value,
+        "paper": printed,
+        "learning_rate": rate(first),
+        "step_ms": None if time is None else time.value,
+        "peak_mb": None if memory is None else memory.value,
+        "parameters": first["parameters"],
+        "configuration": first["configuration"],
+        **origin(best),
+    }
+    return line, record
