@@ -200,23 +200,33 @@ def _let_waiting_threads_sleep() -> None:
 
 @app.command()
 def figure(
-    name: Annotated[str | None, typer.Argument(help="2, 5a, 5b, 6a, 6b or 7.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
+    name: Annotated[str | None, typer.Argument(help="2, 5a, 5b, 6a, 6b, 7, 9, 10a, 10b.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All that need no training.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of the files.")] = Path("runs/figures"),
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes: seconds.")] = False,
+    results: Annotated[Path, typer.Option(help="Folder of the result rows.")] = Path("results"),
 ) -> None:
     """Compute a figure of the paper again: SVG, PNG and the CSV behind them.
 
     Figures 2, 5a, 5b, 6a, 6b and 7, a minute at most each, and a page that shows them. Figure 2
-    also has the exact calibrations, the unbiased variant and mutual information.
+    also has the exact calibrations, the unbiased variant and mutual information. The others come
+    from the rows of training runs; exits with 1 if there are none.
     """
-    from lln.figures import FIGURES
+    from lln.figures import FIGURES, from_rows
     from lln.figures.run import run
 
-    if every == (name is not None) or (name is not None and name not in FIGURES):
+    names = (*FIGURES, *from_rows.FIGURES)
+    if every == (name is not None) or (name is not None and name not in names):
         given = "both" if every and name else "neither" if name is None else repr(name)
-        raise typer.BadParameter(f"got {given}; pass one of {', '.join(FIGURES)}, or --all")
-    run(list(FIGURES) if name is None else [name], out, quick=quick)
+        raise typer.BadParameter(f"got {given}; pass one of {', '.join(names)}, or --all")
+    if name not in from_rows.FIGURES:
+        run(list(FIGURES) if name is None else [name], out, quick=quick)
+        return
+    written = from_rows.draw(name, results, out)
+    if not written:
+        typer.echo(from_rows.nothing(name, results), err=True)
+        raise typer.Exit(1)
+    typer.echo("\n".join(map(str, written)))
 
 
 @app.command()

@@ -130,6 +130,17 @@ def test_without_rows_the_command_says_how_to_get_them(number, tmp_path):
     assert result.exit_code == 1 and "lln sweep sweeps/" in result.output
 
 
+def test_the_figure_command_writes_files_or_says_what_is_missing(tmp_path):
+    words = ["figure", "10a", "--results", str(tmp_path), "--out", str(tmp_path / "out")]
+    missing = CliRunner().invoke(app, words)
+    assert missing.exit_code == 1 and "sweeps/figure_10.json" in missing.output
+    write(tmp_path, [vit("lln", 0.6 + s / 10, options=fixed(s)) for s in (0.5, 1.0)])
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out" / "figure_10a.png").read_bytes().startswith(b"\x89PNG")
+    assert "0.5" in (tmp_path / "out" / "figure_10a.csv").read_text()
+
+
 @pytest.mark.parametrize("name", list(run_figures.FIGURES))
 def test_figures_from_no_rows_are_none(name):
     assert run_figures.FIGURES[name].panels([]) == []

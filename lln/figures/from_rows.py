@@ -1,0 +1,33 @@
+"""Figures that need training, drawn from the rows that ``lln sweep`` and ``lln train`` wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lln import files
+from lln.bench import sweep
+from lln.report import results
+from lln.report.panels import as_files
+from lln.report.run_figures import FIGURES, points
+
+
+def draw(name: str, rows: Path, folder: Path) -> list[Path]:
+    """Write ``figure_NAME.csv``, ``.svg`` and ``.png``; nothing without the rows it needs.
+
+    Args:
+        rows: Folder of the result rows.
+    """
+    panels = FIGURES[name].panels(results.read(rows))
+    if not panels:
+        return []
+    written = [files.write_text(folder / f"figure_{name}.csv", sweep.as_csv(points(panels)))]
+    for kind, content in as_files(f"figure-{name}", panels).items():
+        path = folder / f"figure_{name}.{kind}"
+        path.write_bytes(content)
+        written.append(path)
+    return written
+
+
+def nothing(name: str, rows: Path) -> str:
+    """What to say when there are no rows."""
+    return f"no rows for figure {name} in {rows}; they come from `{FIGURES[name].command}`"
