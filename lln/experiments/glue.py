@@ -44,6 +44,7 @@ class GlueConfig:
         rates: Learning rates that are tried; the best on held-out examples is reported.
         evaluations: Per epoch.
         max_length: Tokens that are kept of an example.
+        dropout: Of embeddings, layers and head; attention has none.
     """
 
     task: str
@@ -53,6 +54,7 @@ class GlueConfig:
     max_length: int = 128
     warmup: float = 0.06
     weight_decay: float = 0.1
+    dropout: float = 0.1
     evaluations: int = 2
     precision: str = "fp32"
     compile: bool = False
@@ -101,20 +103,24 @@ class Finetuning(Task):
         self.config, self.pretrained, self.settings = config, pretrained, settings
         self.glue = data.find_task(config.task)
         self.splits = dict(splits)
-        self.lengths = tuple(splits["train"].lengths.tolist())
+        self.lengths = splits["train"].lengths  # stays on the CPU: it decides shapes
+        self.order: tuple[int, Tensor] | None = None
         self.kept: tuple[float, dict[str, Tensor]] | None = None
 
     def prepare(self, device: torch.device) -> None:
         self.splits = {name: split.to(device) for name, split in self.splits.items()}
 
     def build(self) -> nn.Module:
-        return self.pretrained.classifier(self.glue.classes, self.config.seed)
+        config = self.config
+        return self.pretrained.classifier(self.glue.classes, config.seed, dropout=config.dropout)
 
     def batch(self, step: int, rows: slice) -> Mapping[str, Tensor]:
         size, seed = self.config.batch_size, self.config.seed
         epoch, inside = divmod(step, len(self.lengths) // size)
-        index = batches(self.lengths, batch_size=size, seed=seed, epoch=epoch)[inside]
-        longest = max(self.lengths[example] for example in index.tolist())
+        if self.order is None or self.order[0] != epoch:
+            self.order = epoch, batches(self.lengths, batch_size=size, seed=seed, epoch=epoch)
+        index = self.order[1][inside]
+        longest = int(self.lengths[index].max())
         return self.splits["train"].rows(index[rows], bucket(longest, self.config.max_length))
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -179,6 +185,7 @@ def plan(config: GlueConfig, pretrained: Pretrained, source: str) -> tuple[Train
         "evaluations": config.evaluations,
         "warmup_share": config.warmup,
         "max_length": config.max_length,
+        "dropout": config.dropout,
         "pretraining": pretrained.identity,
     }
     return shared, settings

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lln.experiments import runlog
+from lln.experiments import gated, runlog
 from lln.experiments.config import TrainConfig
 from lln.experiments.data import text, tokens
 from lln.experiments.data.mlm import Masking, Rows, batch, in_order
@@ -288,7 +288,9 @@ def build_model(config: MLMConfig, vocabulary: int) -> tuple[Any, int]:
     with seeded(config.train.seed, "weights"):
         model = RobertaForMaskedLM(sizes)
         count = sum(parameter.numel() for parameter in model.parameters())
-        if attention not in SOFTMAX:
+        if gated.is_gated(attention):
+            gated.replace_layers(model, attention, **config.train.options)
+        elif attention not in SOFTMAX:
             block = {BLOCKS[attention]: config.block} if attention in BLOCKS else {}
             lln.hf.replace(model, attention, quiet=True, **{**block, **config.train.options})
     return model, count

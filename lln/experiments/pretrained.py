@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lln.experiments import gated
 from lln.experiments.seeds import seeded
 
 
@@ -46,7 +47,8 @@ class Pretrained:
         """The mechanism and its options."""
         if "attention" in self.configuration:
             return self.configuration["attention"], dict(self.configuration.get("options", {}))
-        records = self._config().get("lln")
+        config = self._config()
+        records = [config["lln_gated"]] if "lln_gated" in config else config.get("lln")
         if not records:
             return "softmax", {}
         return records[0]["attention"], records[0]["options"]
@@ -57,7 +59,7 @@ class Pretrained:
         config = self._config()
         return config["max_position_embeddings"] - config["pad_token_id"] - 1
 
-    def classifier(self, classes: int, seed: int) -> nn.Module:
+    def classifier(self, classes: int, seed: int, *, dropout: float = 0.0) -> nn.Module:
         """The body with a new head for ``classes``."""
         from transformers import AutoModelForSequenceClassification
 
@@ -66,8 +68,10 @@ class Pretrained:
         load = partial(AutoModelForSequenceClassification.from_pretrained, dtype=torch.float32)
         if self._config().get("lln"):
             load = partial(hf.load, auto_class=AutoModelForSequenceClassification)
+        if "lln_gated" in self._config():
+            load = _load_gated
         with _quiet(), seeded(seed, "head"):
-            return load(self.folder, num_labels=classes)
+            return load(self.folder, num_labels=classes, hidden_dropout_prob=dropout)
 
     def tokenizer(self) -> Any:
         from tokenizers import Tokenizer
@@ -76,6 +80,22 @@ class Pretrained:
 
     def _config(self) -> dict[str, Any]:
         return json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+
+
+def _load_gated(folder: Path, **changes: Any) -> nn.Module:
+    """A RoBERTa whose layers :func:`lln.experiments.gated.replace_layers` has exchanged."""
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = AutoConfig.from_pretrained(folder, **changes)
+    choice = config.lln_gated
+    model = AutoModelForSequenceClassification.from_config(config)
+    gated.replace_layers(model, choice["attention"], **choice["options"])
+    missing, _ = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    lost = [name for name in missing if not name.startswith("classifier.")]
+    if lost:
+        raise ValueError(f"{folder} has no weights {', '.join(lost[:3])}; it is another model")
+    return model
 
 
 @contextlib.contextmanager

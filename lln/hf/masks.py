@@ -65,13 +65,19 @@ def _pairs(batch: int, queries: int, keys: int, device: torch.device | str) -> T
 
 
 def _padding(mask: Tensor | None, keys: int, offset: int) -> Tensor | None:
-    """The bool mask of the keys; None if all of them are real (known outside of tracing only)."""
+    """The bool mask of the keys; None if all of them are real, as far as one may look."""
     if mask is None:
         return None
     mask = mask[:, offset : offset + keys].to(torch.bool)
     if mask.shape[1] < keys:  # as transformers reads it: what the mask leaves out is padding
         mask = F.pad(mask, (0, keys - mask.shape[1]))
-    return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
+    return None if _may_look(mask) and bool(mask.all()) else mask
+
+
+def _may_look(mask: Tensor) -> bool:
+    """Not while a compiler traces or a CUDA graph records: values are not known then."""
+    recording = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    return not (recording or torch.compiler.is_compiling())
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ def read_mask(mask: Tensor | None, keys: int) -> Visible:
 
 def starts_late(key_mask: Tensor) -> bool:
     """Whether a sample is padded on the left; looked up once per mask, as a GPU has to wait."""
-    if torch.compiler.is_compiling():
+    if not _may_look(key_mask):
         return True
     known = getattr(key_mask, "_lln_starts_late", None)
     if known is None:

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from torch.nn import Dropout
 
 from lln.experiments import glue, metrics
 from lln.experiments.pretrained import Pretrained
@@ -14,11 +15,12 @@ from lln.instruments.rows import read_rows
 from tests.experiments.small_glue import pretrain, write_glue
 
 QUICK = {"epochs": 4, "batch_size": 8, "max_length": 32, "rates": (3e-3,)}
+QUICK |= {"dropout": 0.0}
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """Data, and runs with LLN+Diag and softmax."""
+    """Data, and runs with three kinds of attention."""
     folder = tmp_path_factory.mktemp("glue")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LLN_CACHE", str(folder / "cache"))
@@ -26,6 +28,7 @@ def places(tmp_path_factory):
         runs = {
             "lln_diag": pretrain(folder, "lln_diag", diag_block=16, method="entropy"),
             "softmax": pretrain(folder, "softmax"),
+            "flash": pretrain(folder, "flash", query_dim=16, chunk=16),
         }
     return write_glue(folder / "data"), runs
 
@@ -40,7 +43,7 @@ def test_a_row_says_what_was_chosen_and_from_what(places, tmp_path):
     assert (row["subject"], row["mechanism"], row["seed"]) == ("glue", "lln_diag", 0)
     assert row["learning_rate"] == 3e-3 and row["valid_by_rate"]["0.003"] == row["valid"]
     assert row["valid_by_rate"]["1e-06"] <= row["valid"]
-    assert row["accuracy"] == row["score"] > 0.9  # a word of eight decides
+    assert row["accuracy"] == row["score"] > 0.75  # guessing gives 0.5
     assert (row["train_examples"], row["valid_examples"], row["test_examples"]) == (180, 20, 60)
     used = row["configuration"]
     assert used["options"] == {"diag_block": 16, "method": "entropy"}
@@ -68,11 +71,12 @@ def test_the_weights_of_the_best_evaluation_are_reported(places, monkeypatch):
 
 
 def test_the_same_seed_gives_the_same_numbers_and_another_does_not(places):
+    """Also in a model without attention layers, where units replace attention and FFN."""
     data, runs = places
     rows = [
         glue.run(
             glue.recipe("stsb", **{**QUICK, "epochs": 1}, seed=seed),
-            runs["lln_diag"],
+            runs["flash"],
             data_folder=data,
         )
         for seed in (0, 0, 1)
@@ -89,15 +93,15 @@ def test_the_body_is_the_pretrained_one_with_its_attention(places):
     _, runs = places
     for name, run in runs.items():
         pretrained = Pretrained.find(run)
-        model = pretrained.classifier(3, seed=0)
+        model = pretrained.classifier(3, seed=0, dropout=0.25)
         assert pretrained.attention[0] == name
         stored = load_file(pretrained.folder / "model.safetensors")
-        weight = "roberta.encoder.layer.0.attention.self.query.weight"
-        assert torch.equal(model.state_dict()[weight], stored[weight])
-        assert (
-            "lln" in dict(model.named_modules())["roberta.encoder.layer.0.attention.self"]._modules
-        ) == (name == "lln_diag")
+        body = {key: x for key, x in model.state_dict().items() if key.startswith("roberta.")}
+        assert all(torch.equal(x, stored[key]) for key, x in body.items())
+        inside = {type(module).__name__ for module in model.modules()}
+        assert ("LLNCore" in inside, "Flash" in inside) == (name == "lln_diag", name == "flash")
         assert model.classifier.out_proj.out_features == 3
+        assert 0.25 in {m.p for m in model.roberta.encoder.modules() if isinstance(m, Dropout)}
         other = pretrained.classifier(3, seed=1).classifier.out_proj.weight
         assert not torch.equal(model.classifier.out_proj.weight, other)
 

@@ -149,10 +149,10 @@ def test_few_lengths_hold_all():
 
 
 def test_batches_are_a_function_of_seed_and_epoch_and_alike_in_length():
-    lengths = tuple((7 * n) % 90 + 1 for n in range(500))
+    lengths = torch.tensor([(7 * n) % 90 + 1 for n in range(500)])
     options = {"batch_size": 8, "seed": 3}
     first, again, later = (batches(lengths, **options, epoch=epoch) for epoch in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, later)
     assert first.shape == (62, 8) and len(first.unique()) == 62 * 8
-    spread = torch.tensor(lengths)[first]
+    spread = lengths[first]
     assert (spread.amax(1) - spread.amin(1)).float().mean() < 12  # of 90

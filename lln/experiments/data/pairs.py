@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -99,8 +98,7 @@ def bucket(length: int, max_length: int) -> int:
     return next((size for size in BUCKETS if length <= size < max_length), max_length)
 
 
-@lru_cache(maxsize=2)
-def batches(lengths: tuple[int, ...], *, batch_size: int, seed: int, epoch: int) -> Tensor:
+def batches(lengths: Tensor, *, batch_size: int, seed: int, epoch: int) -> Tensor:
     """The examples of every batch of an epoch, int64 ``[count // batch_size, batch_size]``.
 
     Shuffled; then, among every 32 batches, examples of like length are put together, and the
@@ -110,7 +108,6 @@ def batches(lengths: tuple[int, ...], *, batch_size: int, seed: int, epoch: int)
     order = torch.randperm(len(lengths), generator=draw)
     order = order[: len(order) // batch_size * batch_size]
     windows = order.split(WINDOW * batch_size)
-    length = torch.tensor(lengths)
-    alike = torch.cat([window[length[window].argsort(stable=True)] for window in windows])
+    alike = torch.cat([window[lengths[window].argsort(stable=True)] for window in windows])
     grouped = alike.unflatten(0, (-1, batch_size))
     return grouped[torch.randperm(len(grouped), generator=draw)]
