@@ -9,7 +9,7 @@ from lln.report.numbers import three_digits
 from lln.report.results import Row, grouped, in_paper_order, mechanism, options, origin, origin_text
 from lln.report.tables import Table
 
-SETTING = ("recipe", "layers", "width", "heads", "batch_size", "precision", "compile")
+SETTING = ("recipe", "layers", "width", "heads", "batch_size", "precision", "compile", "graph")
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
@@ -33,7 +33,8 @@ def _table(rows: list[Row]) -> Table:
     title = (
         f"Table 2 on this hardware: a training step of RoBERTa ({first['layers']} layers × "
         f"{first['width']}), batch {first['batch_size']}, {first['precision']}, "
-        f"{'compiled' if first.get('compile') else 'not compiled'}"
+        f"{'compiled' if first.get('compile') else 'not compiled'}, "
+        f"{'replayed from CUDA graphs' if first.get('graph') else 'launched kernel by kernel'}"
     )
     notes = [
         "A step is forward, backward and update of masked language modelling on real text; memory "

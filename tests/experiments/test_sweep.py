@@ -199,6 +199,7 @@ def test_a_training_step_is_timed_per_length(tmp_path, data):
     assert all(row["step_ms"] > 0 and not row["out_of_memory"] for row in rows)
     kind.run(spec, place)
     assert len(read_rows(tmp_path / "out" / "step.jsonl")) == 2
+    assert set(kind.keys({**spec, "graph": False}, place)).isdisjoint(kind.keys(spec, place))
 
 
 def test_mistakes_in_a_file_are_said(tmp_path, data):

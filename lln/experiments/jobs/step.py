@@ -17,7 +17,9 @@ def keys(spec: Spec, place: Place) -> list[Key]:
     found = []
     for config in _configs(spec):
         encoded = tokens.encode(text.find(place.data, config.corpus), config.vocabulary)
-        settings = mlm.MLM(config, encoded).settings
+        # How a step is launched does not change what it computes, but how long it takes.
+        manner = {"compiled": config.train.compile, "recorded": config.train.graph}
+        settings = {**mlm.MLM(config, encoded).settings, **manner}
         found.append((config.train.digest(settings), config.train.seed))
     return found
 
@@ -27,7 +29,7 @@ def run(spec: Spec, place: Place) -> None:
         if has_row(place.results("step"), digest, seed):
             continue
         row = mlm.throughput(config, data=place.data)
-        place.add("step", {**row, "sdpa_backend": _backend(config)})
+        place.add("step", {**row, "digest": digest, "sdpa_backend": _backend(config)})
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
