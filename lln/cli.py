@@ -200,7 +200,7 @@ def _let_waiting_threads_sleep() -> None:
 
 @app.command()
 def figure(
-    name: Annotated[str | None, typer.Argument(help="2, 5a, 5b, 6a, 6b, 7, 9, 10a, 10b.")] = None,
+    name: Annotated[str | None, typer.Argument(help="1, 2, 5a … 7, 8a, 8b, 9, 10a, 10b.")] = None,
     every: Annotated[bool, typer.Option("--all", help="All that need no training.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of the files.")] = Path("runs/figures"),
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes: seconds.")] = False,

@@ -16,7 +16,7 @@ SCHEDULES = ("linear", "cosine", "constant")
 MANNER = frozenset(
     {
         *("accumulation", "compile", "graph", "checkpointing", "shard"),
-        *("save_every", "log_every", "keep", "monitor_every"),
+        *("save_every", "log_every", "keep", "monitor_every", "measures"),
     }
 )
 
@@ -41,6 +41,7 @@ class TrainConfig:
         save_every: Steps between checkpoints; 0 = only at the end.
         keep: Checkpoints that are kept beside the best one; 0 = none is written.
         monitor_every: Steps between measurements of attention; 0 = never.
+        measures: What is measured then; the defaults of :func:`lln.instruments.monitor` if empty.
         seed: Of weights, data order, masking and dropout.
     """
 
@@ -67,6 +68,7 @@ class TrainConfig:
     log_every: int = 50
     keep: int = 2
     monitor_every: int = 0
+    measures: tuple[str, ...] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:

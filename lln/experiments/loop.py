@@ -30,7 +30,7 @@ from lln.experiments.config import TrainConfig
 from lln.experiments.engine import Engine, make_accelerator
 from lln.experiments.progress import Progress, Silent
 from lln.experiments.runlog import RunLog
-from lln.instruments import monitor
+from lln.instruments.monitor import DEFAULT_MEASURES, monitor
 
 
 class Task:
@@ -242,7 +242,9 @@ class _Run:
     def _measured_update(self) -> None:
         """Uncompiled, as compiled code does not pass by the monitor; it sees one micro-batch."""
         engine, accumulation = self.engine, self.config.accumulation
-        with monitor(engine.root, every=accumulation, first_step=self.step) as rows:
+        measures = self.config.measures or DEFAULT_MEASURES
+        options = {"every": accumulation, "measures": measures, "first_step": self.step}
+        with monitor(engine.root, **options) as rows:
             engine.update(self.step, self.task.loss)
         if self.log is not None:
             self.log.monitor([{**row, "step": self.step} for row in rows if "layer" in row])

@@ -153,6 +153,7 @@ def figure_1() -> MLMConfig:
             learning_rate=1e-3,
             precision="fp32",
             monitor_every=50,
+            measures=("temperature", "entropy", "spectral_gap"),
             eval_every=500,
             save_every=0,
         ),

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from lln import files
 from lln.bench import sweep
-from lln.report import results
+from lln.report import results, run_figures, training_figures
 from lln.report.panels import as_files
-from lln.report.run_figures import FIGURES, points
+
+FIGURES = {**training_figures.FIGURES, **run_figures.FIGURES}
 
 
 def draw(name: str, rows: Path, folder: Path) -> list[Path]:
@@ -17,10 +18,13 @@ def draw(name: str, rows: Path, folder: Path) -> list[Path]:
     Args:
         rows: Folder of the result rows.
     """
-    panels = FIGURES[name].panels(results.read(rows))
+    read = training_figures.read_curves if name in training_figures.FIGURES else results.read
+    panels = FIGURES[name].panels(read(rows))
     if not panels:
         return []
-    written = [files.write_text(folder / f"figure_{name}.csv", sweep.as_csv(points(panels)))]
+    written = [
+        files.write_text(folder / f"figure_{name}.csv", sweep.as_csv(run_figures.points(panels)))
+    ]
     for kind, content in as_files(f"figure-{name}", panels).items():
         path = folder / f"figure_{name}.{kind}"
         path.write_bytes(content)

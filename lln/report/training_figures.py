@@ -1,0 +1,172 @@
+"""The paper's figures about training, from curves that runs have left in ``results/*.jsonl``.
+
+A line of curves has the ``configuration`` of its run and its ``rows``: of kind "train" and "eval",
+or, measured by the monitor, one per step, layer and head.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lln.report.figures import Axis
+from lln.report.panels import Curve, Panel
+from lln.report.results import Row, grouped, in_paper_order, mechanism
+from lln.report.run_figures import RunFigure
+
+# What may differ between runs that are compared: the attention, and what was chosen for each.
+COMPARED = frozenset(
+    {
+        *("attention", "options", "learning_rate", "seed", "log_every", "save_every", "keep"),
+        *("compile", "graph", "accumulation", "checkpointing", "shard", "measures"),
+        *("monitor_every", "eval_every"),
+    }
+)
+UPDATES = Axis("updates")
+NATS = Axis("nats per hidden token")
+
+
+def read_curves(folder: Path) -> list[Row]:
+    """The lines with curves in the files of a folder."""
+    lines: list[Row] = []
+    for path in sorted(folder.glob("*.jsonl")):
+        *whole, _torn = path.read_bytes().split(b"\n")
+        lines += [line for line in map(json.loads, whole) if line.get("rows")]
+    return lines
+
+
+def measured(lines: Sequence[Row]) -> list[Panel]:
+    """Fig. 1: temperature, entropy and spectral gap of every layer while a model trains."""
+    own = [
+        line
+        for line in lines
+        if line["configuration"].get("recipe") == "figure-1" and "layer" in line["rows"][0]
+    ]
+    shown = {
+        "temperature": ("Temperature", Axis("τ")),
+        "entropy": ("Entropy", Axis("bits")),
+        "spectral_gap": ("Spectral gap 1 − |λ₂|", Axis("gap", limits=(0, 1.03))),
+    }
+    panels = []
+    for line in _first_seeds(own):
+        name = mechanism(line)
+        for quantity, (title, axis) in shown.items():
+            layers = grouped(line["rows"], lambda row: row["layer"])
+            curves = [
+                _curve(f"layer {layer + 1}", own, quantity, slot=layer)
+                for layer, own in sorted(layers.items())
+            ]
+            panels.append(Panel(f"{title}, {name}", curves, UPDATES, axis, _scale(line)))
+    return panels
+
+
+def losses(lines: Sequence[Row]) -> list[Panel]:
+    """Fig. 8a: training and validation loss against updates, and validation against time."""
+    chosen = _comparable(lines, lambda line: line["configuration"].get("precision") != "fp16")
+    if not chosen:
+        return []
+    note = _scale(chosen[0])
+    wanted = (
+        ("train", "step", "Training loss", UPDATES, note),
+        ("eval", "step", "Validation loss", UPDATES, note),
+        ("eval", "seconds", "Validation loss against time", Axis("seconds of training"), note),
+    )
+    panels = []
+    for kind, x, title, axis, about in wanted:
+        curves = []
+        for slot, line in enumerate(chosen):
+            own = [row for row in line["rows"] if row.get("kind") == kind and row["step"] > 0]
+            curves.append(_curve(mechanism(line), own, "loss", slot=slot, x=x))
+        panels.append(Panel(title, curves, axis, NATS, about))
+    return panels
+
+
+def loss_scale(lines: Sequence[Row]) -> list[Panel]:
+    """Fig. 8b: the inverse of the loss scale in float16, and the loss."""
+    chosen = _comparable(lines, lambda line: line["configuration"].get("precision") == "fp16")
+    if not chosen:
+        return []
+    inverse, loss = [], []
+    for slot, line in enumerate(chosen):
+        own = [row for row in line["rows"] if row.get("kind") == "train" and row["loss_scale"]]
+        turned = [{**row, "inverse": 1 / row["loss_scale"]} for row in own]
+        inverse.append(_curve(mechanism(line), turned, "inverse", slot=slot))
+        loss.append(_curve(mechanism(line), own, "loss", slot=slot))
+    note = f"A step up: gradients overflowed and an update was left out. {_scale(chosen[0])}"
+    scale = Axis("1 / loss scale", log=True)
+    return [
+        Panel("Inverse loss scale, float16", inverse, UPDATES, scale, note),
+        Panel("Training loss, float16", loss, UPDATES, NATS, _scale(chosen[0])),
+    ]
+
+
+FIGURES: dict[str, RunFigure] = {
+    "1": RunFigure(
+        "Temperature, entropy and spectral gap during training",
+        measured,
+        "lln sweep sweeps/figure1.json",
+    ),
+    "8a": RunFigure("Loss during pre-training", losses, "lln sweep sweeps/tier_a.json"),
+    "8b": RunFigure(
+        "Inverse loss scale during pre-training in float16",
+        loss_scale,
+        "lln sweep sweeps/fp16.json",
+    ),
+}
+
+
+def _comparable(lines: Sequence[Row], which: Callable[[Row], bool]) -> list[Row]:
+    """One line per mechanism of the longest runs that differ in nothing else.
+
+    Of a mechanism the learning rate with the best last validation loss, then the first seed.
+    """
+    own = [
+        line
+        for line in lines
+        if line.get("subject") == "mlm" and line["rows"][0].get("kind") and which(line)
+    ]
+    groups = grouped(own, _setting)
+    if not groups:
+        return []
+
+    def size(group: Sequence[Row]) -> tuple[bool, int, int]:
+        names = {mechanism(line) for line in group}
+        return len(names) > 1, group[0]["rows"][-1].get("tokens", 0), len(names)
+
+    largest = max(groups.values(), key=size)
+    chosen = []
+    for own in grouped(sorted(largest, key=in_paper_order), mechanism).values():
+        best = min(own, key=_last_loss)["configuration"].get("learning_rate")
+        same = [line for line in own if line["configuration"].get("learning_rate") == best]
+        chosen.append(min(same, key=lambda line: line["seed"]))
+    return chosen
+
+
+def _setting(line: Row) -> str:
+    kept = {key: value for key, value in line["configuration"].items() if key not in COMPARED}
+    return json.dumps(kept, sort_keys=True)
+
+
+def _last_loss(line: Row) -> float:
+    known = [row["loss"] for row in line["rows"] if row.get("kind") == "eval"]
+    return known[-1] if known and known[-1] is not None else float("inf")
+
+
+def _first_seeds(lines: Sequence[Row]) -> list[Row]:
+    by_name = grouped(sorted(lines, key=in_paper_order), mechanism)
+    return [min(own, key=lambda line: line["seed"]) for own in by_name.values()]
+
+
+def _curve(label: str, rows: Sequence[Row], quantity: str, *, slot: int, x: str = "step") -> Curve:
+    known = [row for row in rows if row.get(quantity) is not None]
+    return Curve(label, [row[x] for row in known], [row[quantity] for row in known], slot=slot)
+
+
+def _scale(line: Row) -> str:
+    """What a number means: size, data, precision."""
+    of = line["configuration"]
+    return (
+        f"{of['layers']} layers of {of['width']}, {of['heads']} head(s), N = {of['length']}, batch "
+        f"{of['batch_size']}, {of['corpus']}, {of['precision']}, seed {line['seed']}."
+    )
