@@ -102,7 +102,9 @@ class Engine:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)  # pyright: ignore[reportPrivateImportUsage]
         self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         self.norm = torch.zeros((), device=self.device)
-        self.graphs = Graphs(self._update) if on_gpu and config.graph and self.world == 1 else None
+        self.graphs = None
+        if on_gpu and config.graph and self.world == 1:
+            self.graphs = Graphs(self._update, self.optimizer.zero_grad)
         self.untimed = 1 if self.graphs is None else ORDINARY_FIRST + 1
 
     def _wrap(self, model: nn.Module) -> None:

@@ -33,10 +33,13 @@ class Graphs:
     Args:
         update: Uses nothing but its arguments and tensors that stay where they are; its result is
             overwritten by the next call.
+        forget: Removes what an update that was broken off has left.
     """
 
-    def __init__(self, update: Callable[[Sequence[Batch]], Tensor]) -> None:
-        self.update = update
+    def __init__(
+        self, update: Callable[[Sequence[Batch]], Tensor], forget: Callable[[], None]
+    ) -> None:
+        self.update, self.forget = update, forget
         self.recorded: dict[Key, _Recorded] = {}
         self.seen: dict[Key, int] = {}
         self.usable = True
@@ -79,6 +82,8 @@ class Graphs:
         except RuntimeError as error:
             self.usable = False
             torch.cuda.synchronize()
+            self.forget()
+            _free_the_generator()
             reason = str(error).strip().splitlines()[0]
             warnings.warn(
                 f"this update cannot be recorded as a CUDA graph ({reason}); going on without, "
@@ -87,3 +92,10 @@ class Graphs:
             )
             return None
         return _Recorded(graph, own, result)
+
+
+def _free_the_generator() -> None:
+    """A recording that was broken off leaves the generator of dropout waiting for its end."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    fresh = torch.Generator(device="cuda").manual_seed(generator.initial_seed())
+    generator.graphsafe_set_state(fresh.graphsafe_get_state())
