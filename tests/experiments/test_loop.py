@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lln.experiments.loop import train
+from lln.experiments.runlog import thinned
 from lln.instruments.rows import read_rows
 from tests.experiments.toy import Toy, toy_config
 
@@ -139,3 +140,16 @@ def test_the_rate_rises_and_falls():
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4] == 1.0 and all(b < a for a, b in itertools.pairwise(rates[4:]))
     assert rates[-1] > 0
+
+
+def test_thinned_curves_keep_evaluations_and_the_end():
+    rows = [{"kind": "train", "step": step} for step in range(10, 1001, 10)]
+    rows += [{"kind": "eval", "step": step} for step in range(0, 1001, 250)]
+    kept = thinned(rows, steps=30)
+    steps = [row["step"] for row in kept if row["kind"] == "train"]
+    assert 20 <= len(steps) <= 30 and steps[-1] == 1000
+    assert sum(row["kind"] == "eval" for row in kept) == 5
+    heads = [{"step": step, "layer": layer} for step in range(100) for layer in (0, 1)]
+    found = thinned(heads, steps=10)
+    assert len(found) == 20 and {row["layer"] for row in found} == {0, 1}
+    assert thinned([]) == []

@@ -10,7 +10,7 @@ from lln.experiments import mlm
 from lln.experiments.data import text, tokens
 from lln.experiments.jobs import Key, Place, Spec
 from lln.experiments.pretrained import Pretrained
-from lln.experiments.runlog import CURVE, MONITOR
+from lln.experiments.runlog import CURVE, MONITOR, thinned
 from lln.instruments.rows import read_rows
 
 
@@ -30,7 +30,7 @@ def run(spec: Spec, place: Place) -> None:
     for name in (CURVE, MONITOR):
         path = place.folder / name
         if path.exists():
-            place.keep_curves(done.row, f"{Path(name).stem}s", read_rows(path))
+            place.keep_curves(done.row, f"{Path(name).stem}s", thinned(read_rows(path)))
 
 
 def pretrained(spec: Spec, place: Place) -> Pretrained:
