@@ -21,6 +21,7 @@ from lln.ops.triton.library import (
     floats,
     mask_stride,
     on_device,
+    prefetches,
     rows_contiguous,
     strides,
 )
@@ -119,6 +120,7 @@ def causal_backward(
         "HAS_MASK": key_mask is not None,
         "NORMALIZE": normalize_keys,
         "PRECISE": precise(q),
+        "PREFETCH": prefetches(q, CHUNK),
         **factors(q),
     }
     scales = (mask_stride(key_mask), *alpha.stride(), *beta.stride(), heads, group, tokens, span)

@@ -11,6 +11,7 @@ from lln.ops.triton.library import (
     floats,
     mask_stride,
     on_device,
+    prefetches,
     rows_contiguous,
     strides,
 )
@@ -89,7 +90,7 @@ def diag_backward(
             HAS_MASK=key_mask is not None, CAUSAL=is_causal, LINEAR=linear,
             NORMALIZE=normalize_keys, PRECISE=precise(q),
             AVERAGE=add_to is not None or (linear and mix is None), ADD=add_to is not None,
-            **t.options,
+            PREFETCH=prefetches(q, rows), **t.options,
         )  # fmt: skip
     dalpha, dbeta, dmix = (x if x is None else x.sum(-1) for x in sums)
     found = dalpha, dbeta, dmix if dmix is None else dmix.sum(0)

@@ -48,7 +48,7 @@ HALF = {
         256: Tile(32, 8, 1, 1),
     },
     "diag": {64: Tile(64, 4, 3, 2), 128: Tile(64, 4, 1, 2, through=False)},
-    "diag_backward": {64: Tile(64, 4, 2, 2), 128: Tile(64, 4, 1, 2, through=False)},
+    "diag_backward": {64: Tile(64, 4, 3, 2, through=False), 128: Tile(64, 4, 1, 2, through=False)},
     "causal": {64: Tile(64, 4, 3, 2), 128: Tile(64, 8, 1, 1)},
     "causal_dq": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
     "causal_dkdv": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
