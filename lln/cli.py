@@ -293,6 +293,26 @@ def table(
         _show_tables(found)
 
 
+@app.command()
+def report(
+    results: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="File of the page.")] = Path("runs/report.html"),
+) -> None:
+    """One page: every table and figure of the paper beside ours.
+
+    From the rows in --results, with scale, data, seeds, device and commit, and a sentence on what
+    differs. What has not been measured says how to measure it.
+    """
+    import lln
+    from lln import files
+    from lln.bench import machine
+    from lln.report.overview import page
+    from lln.report.page import render
+
+    about = {"lln": f"{lln.__version__}, commit {machine.commit()}", "rows from": str(results)}
+    typer.echo(files.write_text(out, render(page(results, about))))
+
+
 def _show_tables(found) -> None:
     from rich.console import Console
     from rich.table import Table

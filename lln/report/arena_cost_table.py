@@ -12,7 +12,7 @@ from lln.report.results import Row, grouped, in_paper_order, origin, origin_text
 from lln.report.tables import Table
 
 PRINTED_AS = {"softmax_eager": "softmax"}  # the paper's softmax builds its matrix
-SETTING = ("layers", "width", "heads", "precision", "compile")
+SETTING = ("layers", "width", "heads", "precision", "compile", "graph")
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
@@ -50,7 +50,8 @@ def _table(rows: list[Row]) -> Table:
     ]
     title = (
         f"Table 4 on this hardware: training {about['layers']} layers × {about['width']}, "
-        f"{about['precision']}, {compiled}"
+        f"{about['precision']}, {compiled}, "
+        f"{'replayed from CUDA graphs' if about.get('graph') else 'launched kernel by kernel'}"
     )
     columns = ["", *(NAMES[task] for task in tasks)]
     records = [_record(name, own) for (name, _), own in cells.items()]
