@@ -44,7 +44,7 @@ def measured(lines: Sequence[Row]) -> list[Panel]:
         if line["configuration"].get("recipe") == "figure-1" and "layer" in line["rows"][0]
     ]
     shown = {
-        "temperature": ("Temperature", Axis("τ")),
+        "temperature": ("Temperature", Axis("τ", log=True)),
         "entropy": ("Entropy", Axis("bits")),
         "spectral_gap": ("Spectral gap 1 − |λ₂|", Axis("gap", limits=(0, 1.03))),
     }
@@ -57,7 +57,9 @@ def measured(lines: Sequence[Row]) -> list[Panel]:
                 _curve(f"layer {layer + 1}", own, quantity, slot=layer)
                 for layer, own in sorted(layers.items())
             ]
-            panels.append(Panel(f"{title}, {name}", curves, UPDATES, axis, _scale(line)))
+            branch = "The LLN branch alone. " if line["mechanism"] == "lln_diag" else ""
+            note = branch + _scale(line)
+            panels.append(Panel(f"{title}, {name}", curves, UPDATES, axis, note))
     return panels
 
 
