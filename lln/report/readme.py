@@ -10,9 +10,11 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lln.report import tables
 from lln.report.numbers import three_digits
 
 Row = Mapping[str, Any]
@@ -170,9 +172,20 @@ def concentration(results: Path) -> str:
     return f"{markdown_table(names, lines)}\n\n{words}"
 
 
+def paper_table(number: str, results: Path) -> str:
+    """A table of the paper with our numbers, as ``lln table NUMBER --markdown`` prints it."""
+    found = tables.make(number, results)
+    return "\n\n".join(table.markdown() for table in found) or NOTHING_YET
+
+
 NOTHING_YET = "*No rows in `results/` yet.*"
 Blocks = Mapping[str, Callable[[Path], str]]
-BLOCKS: Blocks = {"speed": speed, "gpu": gpu, "concentration": concentration}
+BLOCKS: Blocks = {
+    "speed": speed,
+    "gpu": gpu,
+    "concentration": concentration,
+    **{f"table_{number}": partial(paper_table, number) for number in tables.TABLES},
+}
 
 
 def rewrite(text: str, results: Path, blocks: Blocks = BLOCKS) -> str:

@@ -72,9 +72,9 @@ TINY = {
 }
 
 
-def pretrain(folder: Path, attention: str, **options) -> Path:
+def pretrain(folder: Path, attention: str, *, sizes: dict | None = None, **options) -> Path:
     """A few steps of masked language modelling; returns the folder of the run."""
-    changes = {**TINY, "attention": attention, "options": options}
+    changes = {**TINY, **(sizes or {}), "attention": attention, "options": options}
     config = mlm.configure("roberta-tiny", **changes)
     text = write_text(folder / "text")
     mlm.run(config, data=text, folder=folder / attention, tensorboard=False)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import lln
-from lln.experiments import jobs, mlm, sweep
+from lln.cli import app
+from lln.experiments import glue, jobs, mlm, sweep
 from lln.experiments.jobs import Place
 from lln.experiments.jobs import glue as glue_job
 from lln.experiments.runlog import append_row
 from lln.experiments.sweep import Job, Sweep, expand
 from lln.instruments.rows import read_rows
-from tests.experiments.small_glue import write_glue, write_text
+from tests.experiments.small_glue import pretrain, write_glue, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEPS = sorted((ROOT / "sweeps").glob("*.json"))
@@ -215,3 +218,41 @@ def test_mistakes_in_a_file_are_said(tmp_path, data):
             sweep.plan(content, **places)
     with pytest.raises(ValueError, match="is not a sweep"):
         sweep.read(tmp_path / "absent.json")
+
+
+def test_the_commands_run_what_they_are_asked(tmp_path, data):
+    """A pre-training, `lln train glue` from it, and a sweep whose runs have their rows."""
+    runner = CliRunner()
+    small = ["--batch-size", "8", "--epochs", "1", "--max-length", "32", "--lr", "1e-3"]
+    absent = runner.invoke(app, ["train", "glue", "--task", "sst2", "--from", str(tmp_path)])
+    assert absent.exit_code == 1 and "neither a run" in str(absent.output) + str(absent.exception)
+    run_folder = pretrain(tmp_path, "lln")
+    arguments = ["train", "glue", "--task", "sst2", "--from", str(run_folder), *small]
+    done = runner.invoke(app, [*arguments, "--data", str(data), "--out", str(tmp_path / "sst2")])
+    assert done.exit_code == 0 and "dev: accuracy" in done.output, done.output
+    (row,) = read_rows(tmp_path / "sst2" / "results.jsonl")
+    assert row["configuration"]["rates"] == [1e-3]
+    spec = {"run": "glue", "task": "sst2", "from": str(run_folder), "rates": [1e-3]}
+    spec |= {"batch_size": 8, "epochs": 1, "max_length": 32}
+    (tmp_path / "one.json").write_text(json.dumps([spec]))
+    append_row(tmp_path / "out" / "glue.jsonl", row)
+    places = ["--out", str(tmp_path / "out"), "--scratch", str(tmp_path / "scratch")]
+    again = runner.invoke(app, ["sweep", str(tmp_path / "one.json"), "--data", str(data), *places])
+    assert again.exit_code == 0 and "0 done, 1 skipped" in again.output, again.output
+    (tmp_path / "bad.json").write_text("{")
+    bad = runner.invoke(app, ["sweep", str(tmp_path / "bad.json")])
+    assert bad.exit_code == 1 and "is not a sweep" in str(bad.output) + str(bad.exception)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "spec",
+    expand(sweep.read(ROOT / "sweeps" / "tier_b.json")),
+    ids=lambda spec: "-".join([spec["attention"], *map(str, spec.get("options", {}).values())]),
+)
+def test_every_mechanism_of_table_1_is_pretrained_and_fine_tuned(tmp_path, data, spec):
+    options = {"length": 128, "steps": 2}
+    run_folder = pretrain(tmp_path, spec["attention"], sizes=options, **spec.get("options", {}))
+    config = glue.recipe("sst2", epochs=1, batch_size=8, max_length=32, rates=[1e-3])
+    row = glue.run(config, run_folder, data_folder=data)
+    assert row["mechanism"] == spec["attention"] and 0 <= row["accuracy"] <= 1

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lln.cli import app
-from lln.report import results, tables
+from lln.report import readme, results, tables
 from lln.report.results import Mean
 
 FACTS = {"device": "A GPU", "torch": "2.11", "triton": "3.6", "transformers": "5.17"}
@@ -153,6 +153,15 @@ def test_the_command_prints_tables_and_records(tmp_path):
     assert record["configuration"]["pretraining"]["layers"] == 6
     unknown = runner.invoke(app, ["table", "12", "--results", str(tmp_path)])
     assert unknown.exit_code == 2 and "there are 1, 2" in unknown.output
+
+
+def test_the_readme_block_is_the_table_or_says_that_there_are_no_rows(tmp_path):
+    page = "<!-- measured: table_2 -->\nold\n<!-- end -->"
+    assert "old" not in readme.rewrite(page, tmp_path)
+    assert readme.NOTHING_YET in readme.rewrite(page, tmp_path)
+    write(tmp_path, [step("lln", 512, 40.0)])
+    (table,) = tables.make("2", tmp_path)
+    assert table.markdown() in readme.rewrite(page, tmp_path)
 
 
 def test_markdown_is_a_table():
