@@ -58,6 +58,7 @@ class GlueConfig:
     evaluations: int = 2
     precision: str = "fp32"
     compile: bool = False
+    graph: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -172,6 +173,7 @@ def plan(config: GlueConfig, pretrained: Pretrained, source: str) -> tuple[Train
         weight_decay=config.weight_decay,
         precision=config.precision,
         compile=config.compile,
+        graph=config.graph,
         log_every=20,
         keep=0,
         seed=config.seed,

@@ -281,7 +281,7 @@ class Sweep:
 
 
 def known_seconds(job: Job) -> float | None:
-    """How long the longest run like it took: same kind, recipe or task, and steps."""
+    """How long it will take, from the slowest run like it: same kind, recipe or task, and size."""
     path = job.place.results(job.kind)
     if not path.exists():
         return None
@@ -290,6 +290,9 @@ def known_seconds(job: Job) -> float | None:
     took = [
         row["seconds"]
         for row in read_rows(path)
-        if all(row["configuration"].get(name) == value for name, value in wanted.items())
+        if all(
+            row["configuration"].get(name) in (value if isinstance(value, list) else [value])
+            for name, value in wanted.items()
+        )
     ]
-    return max(took, default=None)
+    return len(job.keys) * max(took) if took else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import torch
 
 import lln
 from tests.distributed.cases import CASES
+from tests.helpers import relative_error, run_with_grads
 
 ROOT = Path(__file__).resolve().parents[2]
 PROCESSES = 4
@@ -98,6 +100,29 @@ def test_bad_calls_are_refused_on_every_process(results):
         assert result["refusals"].keys() == REFUSALS.keys()
         for name, words in REFUSALS.items():
             assert words in result["refusals"][name], name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"diag_block": 64}, {"is_causal": True}], ids=str)
+def test_the_kernels_are_used_on_a_gpu(options, dtype):
+    """A group of one process: the state passes through the exchange, forward and backward."""
+    shape = (2, 4, 256, 64)
+    inputs = {name: torch.randn(shape, device="cuda", dtype=dtype) for name in "qkv"}
+    scales = {name: torch.full((4,), 2.0, device="cuda") for name in ("alpha", "beta")}
+    d_out = torch.randn(shape, device="cuda", dtype=dtype)
+    torch.distributed.init_process_group(
+        "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        attend = functools.partial(lln.distributed.attention, group=None, **options)
+        got = run_with_grads(attend, inputs | scales, d_out)
+    finally:
+        torch.distributed.destroy_process_group()
+    plain = run_with_grads(functools.partial(lln.attention, **options), inputs | scales, d_out)
+    for name, x in got.items():
+        limit = 0.02 if dtype == torch.bfloat16 else 1e-3
+        assert relative_error(x, plain[name].double()) < limit, name
 
 
 def test_without_a_process_group_the_call_says_what_to_do():
