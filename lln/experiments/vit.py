@@ -43,6 +43,10 @@ class ViTRun:
         patch: Side of a patch: a side of 64 and patches of 4 make 256 tokens and [CLS].
         side: Of the images; None for 64, or 8 with the embedded digits.
         dropout: Of embeddings and layers; attention has none, whatever the mechanism.
+        weight_std: Of the initial weights; None for (3 width)^-1/2, that of torch's linear layers,
+            which vit-pytorch leaves as they are. With the 0.02 of Hugging Face attention starts out
+            uniform, learns its way from there for a long time, and is matched by α = β = 7.
+        position_std: Of the initial position embeddings and [CLS].
         flip, shift, jitter: See :class:`lln.experiments.data.augment.Augmentation`.
     """
 
@@ -54,6 +58,8 @@ class ViTRun:
     patch: int
     side: int | None = None
     dropout: float = 0.1
+    weight_std: float | None = None
+    position_std: float = 0.5
     flip: bool = True
     shift: int = 6
     jitter: float = 0.3
@@ -119,7 +125,7 @@ def digits() -> ViTRun:
         train=TrainConfig(
             steps=300,
             batch_size=32,
-            learning_rate=1e-3,
+            learning_rate=2e-3,
             warmup=30,
             schedule="cosine",
             eval_every=100,
@@ -225,6 +231,7 @@ def build_model(config: ViTRun, pictures: images.Images) -> Any:
         intermediate_size=config.feed_forward,
         hidden_dropout_prob=config.dropout,
         attention_probs_dropout_prob=0.0,
+        initializer_range=config.weight_std or (3 * config.width) ** -0.5,
         id2label=dict(enumerate(pictures.classes)),
         label2id={word: index for index, word in enumerate(pictures.classes)},
         architectures=["ViTForImageClassification"],
@@ -232,6 +239,8 @@ def build_model(config: ViTRun, pictures: images.Images) -> Any:
     sizes._attn_implementation = SOFTMAX.get(attention, "sdpa")
     with seeded(config.train.seed, "weights"):
         model = ViTForImageClassification(sizes)
+        for embedding in (model.vit.embeddings.position_embeddings, model.vit.embeddings.cls_token):
+            nn.init.normal_(embedding, std=config.position_std)
         if attention not in SOFTMAX:
             length = (side // config.patch) ** 2 + 1
             lln.hf.replace(model, attention, quiet=True, max_length=length, **options)

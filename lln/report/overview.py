@@ -128,8 +128,8 @@ ITEMS = (
         "figure",
         "9",
         "α and β during training",
-        "64 × 64 images and heads of 16, for which the published line of the match is off; the "
-        "paper reports 2 to 2.2.",
+        "64 × 64 images in 257 tokens; the paper does not print its number of tokens, and reports "
+        "values of 2 to 2.2.",
     ),
     Item(
         "figure",
