@@ -40,8 +40,6 @@ from lln.ops.triton.features import (
     jit,
     load_tile,
     log_softmax,
-    prefetch_numbers,
-    prefetch_rows,
     store_tile,
 )
 from lln.ops.triton.read_kernels import minus_lse
@@ -99,7 +97,6 @@ def causal_dq_kernel(
     PRECISE: tl.constexpr,
     WIDE: tl.constexpr,
     TERMS: tl.constexpr,
-    PREFETCH: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DQ, DELTA and FLAGS of one segment of one head; DALPHA[head, segment] if asked for.
@@ -146,12 +143,6 @@ def causal_dq_kernel(
         keep = visible_keys(MASK, start, end, rows, HAS_MASK)
         if HAS_MASK:
             v = tl.where(keep[:, None], v, 0.0)
-        if start + ROWS < end:
-            prefetch_rows(Q, q_row, start + ROWS, end, rows, D, PREFETCH)
-            prefetch_rows(K, k_row, start + ROWS, end, rows, D, PREFETCH)
-            prefetch_rows(V, v_row, start + ROWS, end, rows, E, PREFETCH)
-            prefetch_rows(DOUT, dout_row, start + ROWS, end, rows, E, PREFETCH)
-            prefetch_numbers(LSE, start + ROWS, end, ROWS, PREFETCH)
         factors, top = key_factors(k, eye, beta, peak, keep, features, D, BD, NORMALIZE, masked)
         jump = tl.maximum(jump, top - peak)
         shrink = tl.exp2(peak - top)
@@ -401,7 +392,6 @@ def causal_dkdv_kernel(
     PRECISE: tl.constexpr,
     WIDE: tl.constexpr,
     TERMS: tl.constexpr,
-    PREFETCH: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DK, DV of one segment from one query head; DBETA[head, segment] if asked for."""
@@ -447,13 +437,6 @@ def causal_dkdv_kernel(
         keep = visible_keys(MASK, start, end, rows, HAS_MASK)
         if HAS_MASK:
             v = tl.where(keep[:, None], v, 0.0)
-        if start > begin:
-            prefetch_rows(Q, q_row, start - ROWS, end, rows, D, PREFETCH)
-            prefetch_rows(K, k_row, start - ROWS, end, rows, D, PREFETCH)
-            prefetch_rows(V, v_row, start - ROWS, end, rows, E, PREFETCH)
-            prefetch_rows(DOUT, dout_row, start - ROWS, end, rows, E, PREFETCH)
-            prefetch_numbers(LSE, start - ROWS, end, ROWS, PREFETCH)
-            prefetch_numbers(DELTA, start - ROWS, end, ROWS, PREFETCH)
         factors, top = query_factors(q, eye, alpha, lse, peak, features, D, BD)
         shrink = tl.exp2(peak - top)
         x = as_float(k, eye) * (beta * LOG2E)

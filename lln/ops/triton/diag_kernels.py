@@ -24,8 +24,6 @@ from lln.ops.triton.features import (
     jit,
     load_tile,
     log_softmax,
-    prefetch_numbers,
-    prefetch_rows,
     store_tile,
 )
 from lln.ops.triton.read_kernels import (
@@ -335,7 +333,6 @@ def diag_backward_kernel(
     PRECISE: tl.constexpr,
     AVERAGE: tl.constexpr,
     ADD: tl.constexpr,
-    PREFETCH: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DQ, DK, DV of ``span`` tokens of one key head and the GROUP query heads that share it.
@@ -384,19 +381,6 @@ def diag_backward_kernel(
             keep = tl.load(MASK + start + rows, mask=keep, other=0) != 0
             k = tl.where(keep[:, None], k, 0.0)
             v = tl.where(keep[:, None], v, 0.0)
-        following = start + STEP
-        if following < last:
-            prefetch_rows(K, k_row, following, last, rows, D, PREFETCH)
-            prefetch_rows(V, v_row, following, last, rows, E, PREFETCH)
-            for member in tl.static_range(GROUP):
-                prefetch_rows(Q + member * q_head, q_row, following, last, rows, D, PREFETCH)
-                prefetch_rows(
-                    DOUT + member * dout_head, dout_row, following, last, rows, E, PREFETCH
-                )
-                numbers = LSE + member * lse_head
-                prefetch_numbers(numbers, following, last, ROWS, PREFETCH)
-                if LINEAR:
-                    prefetch_numbers(numbers + tokens, following, last, ROWS, PREFETCH)
         seen = keep
         if masked:
             seen = visible_in_blocks(MASK, start, end, rows, BLOCK, STEP, HAS_MASK, CAUSAL)

@@ -129,36 +129,6 @@ def load_tile(
 
 
 @jit
-def prefetch(pointers):
-    """Ask for the cache lines of ``pointers`` to be in the L2 cache soon."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@jit
-def prefetch_rows(pointer, stride, start, end, rows, WIDTH: tl.constexpr, PREFETCH: tl.constexpr):
-    """Ask for rows start + rows < end of a matrix to be in the L2 cache by the next step.
-
-    A loop without room for a third buffer asks for its next tile when it has done with this one;
-    what is in the cache by then comes in a fraction of the time.
-    """
-    if PREFETCH:
-        size: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth // 8
-        row = tl.minimum(start + rows, end - 1).to(tl.int64)
-        for line in tl.static_range(0, WIDTH, 128 // size):
-            prefetch(pointer + row * stride + line)
-
-
-@jit
-def prefetch_numbers(pointer, start, end, COUNT: tl.constexpr, PREFETCH: tl.constexpr):
-    """:func:`prefetch_rows` for float32 numbers start … start + COUNT < end of a vector."""
-    if PREFETCH:
-        prefetch(pointer + tl.minimum(start + tl.arange(0, COUNT // 32) * 32, end - 1))
-
-
-@jit
 def store_tile(
     pointer,
     stride,

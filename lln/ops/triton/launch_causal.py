@@ -21,7 +21,6 @@ from lln.ops.triton.library import (
     floats,
     mask_stride,
     on_device,
-    prefetches,
     rows_contiguous,
     strides,
 )
@@ -120,7 +119,6 @@ def causal_backward(
         "HAS_MASK": key_mask is not None,
         "NORMALIZE": normalize_keys,
         "PRECISE": precise(q),
-        "PREFETCH": prefetches(q, CHUNK),
         **factors(q),
     }
     scales = (mask_stride(key_mask), *alpha.stride(), *beta.stride(), heads, group, tokens, span)

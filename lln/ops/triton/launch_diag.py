@@ -11,11 +11,10 @@ from lln.ops.triton.library import (
     floats,
     mask_stride,
     on_device,
-    prefetches,
     rows_contiguous,
     strides,
 )
-from lln.ops.triton.tiles import block_tile, padded, split
+from lln.ops.triton.tiles import DIAG_PROGRAM, block_tile, padded, split
 
 
 def empty_diag_lse(q: Tensor, *, linear: bool) -> Tensor:
@@ -65,7 +64,7 @@ def diag_backward(
     """
     (b, heads, tokens, d), (_, kv_heads, _, e) = q.shape, v.shape
     t, rows = block_tile("diag_backward", block, d, e, q.dtype)
-    pieces, span = split(tokens, b * kv_heads, t, q.device)
+    pieces, span = split(tokens, b * kv_heads, t, q.device, program=DIAG_PROGRAM)
     dout = rows_contiguous(dout)
     dq, dk, dv = add_to or (empty_rows(q, d), empty_rows(k, d), empty_rows(v, e))
     tiles = -(-tokens // t.rows)
@@ -90,7 +89,7 @@ def diag_backward(
             HAS_MASK=key_mask is not None, CAUSAL=is_causal, LINEAR=linear,
             NORMALIZE=normalize_keys, PRECISE=precise(q),
             AVERAGE=add_to is not None or (linear and mix is None), ADD=add_to is not None,
-            PREFETCH=prefetches(q, rows), **t.options,
+            **t.options,
         )  # fmt: skip
     dalpha, dbeta, dmix = (x if x is None else x.sum(-1) for x in sums)
     found = dalpha, dbeta, dmix if dmix is None else dmix.sum(0)

@@ -63,11 +63,6 @@ def on_device(x: Tensor) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def prefetches(q: Tensor, rows: int) -> bool:
-    """Whether a loop asks for its next tile ahead; Triton's interpreter has no such order."""
-    return False
-
-
 def contiguous_mask(mask: Tensor | None) -> Tensor | None:
     """A mask [B, tokens] with contiguous tokens, copied only if they are not."""
     return mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()

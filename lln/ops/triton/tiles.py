@@ -90,9 +90,10 @@ def whole_tiles(tokens: int, parts: int, tile: Tile) -> int:
     return -(-tokens // (parts * tile.rows)) * tile.rows
 
 
-# In steps of one token: what a program costs before and after its loop, and what it costs to merge
-# more parts than MERGE_IN_READER by a kernel of their own.
-PROGRAM, MERGE = 256, 1024
+# In steps of one token: what a program costs before and after its loop (less where a step is long:
+# the backward pass of LLN+Diag), and what it costs to merge more parts than MERGE_IN_READER by a
+# kernel of their own.
+PROGRAM, DIAG_PROGRAM, MERGE = 256, 64, 1024
 MERGE_IN_READER = 4
 
 
@@ -142,8 +143,9 @@ def block_tile(kernel: str, block: int, d: int, e: int, dtype: torch.dtype) -> t
 
 @functools.lru_cache(maxsize=4096)
 def split(
-    tokens: int, heads: int, tile: Tile, device: torch.device, *, merged: bool = False
-) -> tuple[int, int]:
+    tokens: int, heads: int, tile: Tile, device: torch.device, *, merged: bool = False,
+    program: int = PROGRAM,
+) -> tuple[int, int]:  # fmt: skip
     """(parts, tokens per part) of whole tiles: the fewest steps until the last program ends.
 
     ``slots`` programs run at a time, so the time is the number of rounds times the length of one.
@@ -154,7 +156,7 @@ def split(
     def steps(parts: int) -> int:
         rounds = -(-heads * parts // slots)
         merge = MERGE if merged and parts > MERGE_IN_READER else 0
-        return rounds * (whole_tiles(tokens, parts, tile) + PROGRAM) + merge
+        return rounds * (whole_tiles(tokens, parts, tile) + program) + merge
 
     span = whole_tiles(tokens, min(range(1, most + 1), key=steps), tile)
     return -(-tokens // span), span
