@@ -77,10 +77,11 @@ def test_both_ways_drop_the_same_slots(monkeypatch):
         assert relative_error(found["square"][name], value) < 2e-6, name
 
 
-def test_the_square_holds_as_far_as_it_is_taken():
-    """Features that fill the range: late keys are e^66 times the first, and nothing is lost."""
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_square_holds_as_far_as_it_is_taken(sign):
+    """Features that fill the range: late keys are e^±60 times the first, and nothing is lost."""
     inputs = tensors(64)
-    ramp = torch.linspace(-33, 33, 64)[:, None] * torch.linspace(0.2, 1, 8)
+    ramp = sign * torch.linspace(-30, 30, 64)[:, None] * torch.linspace(0.2, 1, 8)
     inputs["k"] = ramp.expand(2, 3, 64, 8).contiguous()
     assert is_tame(inputs["k"].flatten(0, 1), 64)
     oracle, got = exact_and_got(inputs)
@@ -92,13 +93,27 @@ def test_what_is_tame():
     f = torch.zeros(2, 64, 4)
     assert is_tame(f, 64)
     f[0, 40, 1] = 60.0
+    f[0, 41, 1] = -1e4  # far below the first key is no danger
     assert is_tame(f, 64)
     f[0, 50, 2] = 80.0
     assert not is_tame(f, 64)
     assert is_tame(f.double(), 64)
     f[0, 50] = -torch.inf  # a masked key has no features
     assert is_tame(f, 64)
+    f[1] = -torch.inf
+    f[1, 7:] = 90.0  # the first that is not masked counts
+    assert is_tame(f, 64)
     assert not is_tame(f, 64, torch.tensor([0.0, math.nan]))
+
+
+def test_the_future_changes_no_bit(way):
+    inputs = tensors(150)
+    before = causal(**inputs, alpha=ONE, beta=ONE, impl="eager")
+    for x in inputs.values():
+        x[:, :, 100:] += torch.randn_like(x[:, :, 100:])
+    after = causal(**inputs, alpha=ONE, beta=ONE, impl="eager")
+    assert torch.equal(before[:, :, :100], after[:, :, :100])
+    assert not torch.equal(before[:, :, 100:], after[:, :, 100:])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -1,18 +1,16 @@
 """The quick causal tile: one square of products with the future cut off, where that is safe.
 
-    W_ijl = exp(α q_il + R_l − s_i) · exp(β k_jl − R_l),    R_l = max_j β k_jl over the tile
+    W_ijl = exp(α q_il + R_l − s_i) · exp(β k_jl − R_l),    R_l = β k_0l, the first key of the tile
 
-R_l may belong to a key that row i does not see. What it sees is then smaller than 1, but not below
-exp(−(R_l − min_j β k_jl)): as long as this range is far from the smallest number of the dtype,
-every weight keeps its full relative precision and the square equals the tree. :func:`is_tame`
-measures the range; ordinary activations pass, outliers go through :mod:`lln.ops.eager.tree`.
+Every row sees the first key, so some weight of it is exactly 1 and nothing that matters underflows;
+no row's arithmetic depends on later keys. A key far above the first would overflow:
+:func:`is_tame` measures how far they go; ordinary activations pass, outliers go through
+:mod:`lln.ops.eager.tree`.
 
 Shapes as in the tree: ``a = α q``, ``f = β k`` ``[X, n, D]``, n a multiple of the tile.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
@@ -20,36 +18,42 @@ from torch import Tensor
 from lln.ops.eager.features import finite_or_zero
 from lln.ops.eager.tree import Rows
 
-# Weights this many times below the visible maximum are lost anyway; they may become 0.
-_NEGLIGIBLE = {torch.float32: math.exp(20), torch.float64: math.exp(40)}
+# How far a key may lie above the first of its tile: sums of such weights times values stay finite.
+_REACH = {torch.float32: 60.0, torch.float64: 600.0}
 
 
 def is_tame(f: Tensor, tile: int, *others: Tensor) -> bool:
-    """Whether every feature stays within the range of the dtype over every tile.
+    """Whether no feature rises too far above the first key of its tile.
 
     ``others`` are what the weights multiply; they must be finite, because a weight of 0 would pass
     a NaN of the future on. Values are read back, so only a CPU is asked: a GPU would stall.
     """
-    if f.device.type != "cpu" or f.dtype not in _NEGLIGIBLE or f.numel() == 0:
+    if f.device.type != "cpu" or f.dtype not in _REACH or f.numel() == 0:
         return False
     if not all(x.sum().isfinite() for x in others):
         return False
     tiles = f.unflatten(1, (-1, tile))
-    best = tiles.amax(-2)
-    if tiles.isneginf().any():  # masked keys have no features: they must not widen the range
-        tiles = torch.where(tiles.isneginf(), finite_or_zero(best)[..., None, :], tiles)
-    reach = -math.log(torch.finfo(f.dtype).tiny * _NEGLIGIBLE[f.dtype])
-    return bool((best - tiles.amin(-2)).nan_to_num(nan=torch.inf, neginf=0).amax() <= reach)
+    return bool((tiles.amax(-2, keepdim=True) - _first_key(tiles)).amax() <= _REACH[f.dtype])
+
+
+def _first_key(tiles: Tensor) -> Tensor:
+    """Features of the first key of each tile that is not masked, 0 if there is none."""
+    first = tiles[..., :1, :]
+    if not first.isneginf().any():
+        return first
+    index = (~tiles.isneginf().all(-1)).int().argmax(-1)  # the first of equal ones
+    index = index[..., None, None].expand_as(first)
+    return finite_or_zero(tiles.gather(-2, index))
 
 
 def attend_square(a: Tensor, f: Tensor, values: Tensor, dropout: Tensor | None, tile: int) -> Rows:
     """Causal attention inside each tile, as :func:`lln.ops.eager.tree.attend_tile`."""
     a, f, values = (x.unflatten(1, (-1, tile)) for x in (a, f, values))
-    best = f.amax(-2, keepdim=True)
-    scores = a + best
+    first = _first_key(f)
+    scores = a + first
     top = scores.amax(-1)
-    slots = scores.sub_(finite_or_zero(top)[..., None]).exp_()
-    shares = (f - finite_or_zero(best)).exp_().transpose(-1, -2)
+    slots = scores.sub_(top[..., None]).exp_()
+    shares = (f - first).exp_().transpose(-1, -2)
     weights = (slots @ shares).tril_()
     mass = weights.sum(-1)
     if dropout is not None:
@@ -62,14 +66,15 @@ def attend_square(a: Tensor, f: Tensor, values: Tensor, dropout: Tensor | None, 
 class Square:
     """The weights of the squares in a backward pass, W_ijl = slots_il · shares_jl for j ≤ i.
 
-    slots = exp(a + R − ℓ) may exceed 1 as far as the range of the tile goes, which is finite.
+    slots = exp(a + R − ℓ) ≤ 1 for every row that sees the first key.
     """
 
     def __init__(self, a: Tensor, f: Tensor, row_mass: Tensor, tile: int) -> None:
         self.tile = tile
-        best = self._tiles(f).amax(-2, keepdim=True)
-        self.slots = (self._tiles(a) + best).sub_(self._tiles(row_mass)[..., None]).exp_()
-        self.shares = (self._tiles(f) - finite_or_zero(best)).exp_()
+        first = _first_key(self._tiles(f))
+        scores = (self._tiles(a) + first).sub_(self._tiles(row_mass)[..., None])
+        self.slots = scores.clamp_(max=0).exp_()  # rows before the first key see none of the tile
+        self.shares = (self._tiles(f) - first).exp_()
 
     def _tiles(self, x: Tensor) -> Tensor:
         return x.unflatten(1, (-1, self.tile))
