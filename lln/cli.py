@@ -264,7 +264,7 @@ def bench_zoo(
 
 @app.command()
 def table(
-    number: Annotated[str, typer.Argument(help="Of the paper: 1 to 5.")],
+    number: Annotated[str, typer.Argument(help="Of the paper, 1 to 5; or pretraining.")],
     results: Annotated[Path, typer.Option(help="Folder of the result rows.")] = Path("results"),
     as_json: Annotated[bool, typer.Option("--json", help="Records instead of a table.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="As in README.")] = False,

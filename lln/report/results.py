@@ -54,6 +54,12 @@ def read(folder: Path, subject: str | None = None) -> list[Row]:
     return list(found.values())
 
 
+def read_curves(folder: Path) -> list[Row]:
+    """The curves in the files of a folder: ``rows`` beside what names their run."""
+    paths = sorted(folder.glob("*.jsonl"))
+    return [line for path in paths for line in _lines(path) if line.get("rows")]
+
+
 def _lines(path: Path) -> Iterable[Row]:
     *lines, _torn = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):

@@ -21,7 +21,13 @@ TABLES: dict[str, tuple[str, str, str]] = {
     "3": ("lln.report.vit_table", "ViT on images", "lln sweep sweeps/vit.json"),
     "4": ("lln.report.arena_cost_table", "timed LRA steps", "lln sweep sweeps/table4.json"),
     "5": ("lln.report.arena_table", "the Long Range Arena", "lln sweep sweeps/lra.json"),
+    "pretraining": (
+        "lln.report.pretraining_table",
+        "two pre-trainings of one size",
+        "lln sweep sweeps/tier_a.json",
+    ),
 }
+WITH_CURVES = ("pretraining",)
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,8 @@ def make(number: str, folder: Path) -> list[Table]:
     if number not in TABLES:
         raise ValueError(f"table {number!r} is unknown; there are {', '.join(TABLES)}")
     module = importlib.import_module(TABLES[number][0])
+    if number in WITH_CURVES:
+        return module.tables(results.read(folder), results.read_curves(folder))
     return module.tables(results.read(folder))
 
 

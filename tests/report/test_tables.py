@@ -120,6 +120,31 @@ def test_table_2_has_memory_time_and_ratios(tmp_path):
     assert cells["LLN+Diag faster than SDPA"]["16,384"] == "3.00×"
 
 
+def test_the_table_of_pretraining_compares_at_equal_tokens_and_time(tmp_path):
+    rows = []
+    for name, loss, seconds in (("softmax", 3.5, 200.0), ("lln_diag", 3.4, 100.0)):
+        row = {**mlm(name, loss), "train_seconds": seconds, "tokens_per_second": 1e6 / seconds}
+        row["configuration"] |= {"precision": "bf16", "batches": "packed"}
+        row["digest"] = name
+        curve = [
+            {"kind": "eval", "step": n, "seconds": share * seconds, "loss": loss + 4 * (1 - share)}
+            for n, share in enumerate((0, 0.25, 0.75, 1))
+        ]
+        shares = [{"step": n, "layer": 0, "head": 0, "lln_share": 0.1 * (n + 1)} for n in (0, 3)]
+        rows += [row, {**row, "rows": curve}]
+        rows += [{**row, "rows": shares}] if name == "lln_diag" else []
+    alone = mlm("lln", 3.0, length=64)
+    write(tmp_path, [*rows, {**alone, "train_seconds": 1.0}])
+    (table,) = tables.make("pretraining", tmp_path)
+    cells = by_name(table)
+    assert cells["Softmax"]["loss"] == "3.500" and cells["Softmax"]["LLN share"] == "–"
+    assert cells["Softmax"]["at equal time"] == "5.500"  # half-way through its time
+    assert cells["LLN+Diag"]["at equal time"] == cells["LLN+Diag"]["loss"] == "3.400"
+    assert cells["LLN+Diag"]["LLN share"] == "0.40"
+    assert cells["LLN+Diag"]["tokens/s"] == "10,000"
+    json.dumps(table.records)
+
+
 def test_rows_are_counted_once_and_curves_and_torn_lines_not(tmp_path):
     first, second = glue("lln", "rte", 0.5), glue("lln", "rte", 0.6)
     write(tmp_path, [first, {**first, "rows": []}, second])

@@ -1,0 +1,134 @@
+"""Pre-training: validation loss at equal tokens and at equal time, speed, memory, branches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from lln.report.results import (
+    Mean,
+    Row,
+    grouped,
+    in_paper_order,
+    mechanism,
+    options,
+    origin,
+    origin_text,
+)
+from lln.report.tables import Table
+
+SCALE = (
+    *("recipe", "layers", "width", "heads", "length", "batches", "steps", "batch_size"),
+    *("corpus", "precision", "device"),
+)
+
+
+def tables(rows: Sequence[Row], curves: Sequence[Row] = ()) -> list[Table]:
+    """One for each scale at which at least two mechanisms were pre-trained, the largest first."""
+    trained = [row for row in rows if row["subject"] == "mlm"]
+    scales = grouped(trained, _scale)
+    found = [own for own in scales.values() if len({_variant(row) for row in own}) > 1]
+    return [_table(own, curves) for own in sorted(found, key=_size, reverse=True)]
+
+
+def _scale(row: Row) -> tuple[Any, ...]:
+    return tuple({**row["configuration"], "device": row["device"]}.get(name) for name in SCALE)
+
+
+def _size(rows: list[Row]) -> tuple[int, ...]:
+    configuration = rows[0]["configuration"]
+    return tuple(configuration.get(name) or 0 for name in ("width", "layers", "length", "steps"))
+
+
+def _variant(row: Row) -> tuple[str, str]:
+    return mechanism(row), options(row)
+
+
+def _table(rows: list[Row], curves: Sequence[Row]) -> Table:
+    of_run = grouped(curves, lambda line: (line["digest"], line["seed"]))
+    seconds = min(row["train_seconds"] for row in rows)
+    by_variant = grouped(sorted(rows, key=in_paper_order), _variant)
+    found = [_mechanism(own, of_run, seconds) for own in by_variant.values()]
+    first = rows[0]["configuration"]
+    amount = first["steps"] * first["batch_size"] * first["length"] / 1e6
+    title = (
+        f"Pre-training: RoBERTa of {first['layers']} layers × {first['width']}, "
+        f"N = {first['length']:,}, {amount:,.0f}M tokens of {first['corpus']}, {first['precision']}"
+    )
+    notes = [
+        "Loss: of validation, nats per hidden token; at equal tokens all runs are at their end, at "
+        f"equal time after the {seconds:,.0f} s that the fastest run trained.",
+        "LLN share: of the output of LLN+Diag, mean over layers and heads, last measured.",
+        origin_text(rows),
+    ]
+    columns = ["", "loss", "at equal time", "tokens/s", "peak GB", "parameters", "LLN share"]
+    return Table(title, columns, [line for line, _ in found], notes, [each for _, each in found])
+
+
+def _mechanism(
+    rows: list[Row], curves: dict[tuple[str, int], list[Row]], seconds: float
+) -> tuple[list[str], dict[str, Any]]:
+    own = [line for row in rows for line in curves.get((row["digest"], row["seed"]), [])]
+    values = {
+        "loss": Mean.of(row["loss"] for row in rows),
+        "loss_at_equal_time": Mean.of(
+            value for line in own if (value := loss_after(line["rows"], seconds)) is not None
+        ),
+        "tokens_per_second": Mean.of(row["tokens_per_second"] for row in rows),
+        "peak_gb": Mean.of(row["peak_mb"] / 1024 for row in rows if row.get("peak_mb") is not None),
+        "lln_share": Mean.of(
+            value for line in own if (value := last_share(line["rows"])) is not None
+        ),
+    }
+    digits = {"loss": 3, "loss_at_equal_time": 3, "peak_gb": 1, "lln_share": 2}
+    cells = {
+        name: "–" if mean is None else mean.text(digits.get(name, 0))
+        for name, mean in values.items()
+    }
+    speed = values["tokens_per_second"]
+    cells["tokens_per_second"] = "–" if speed is None else f"{speed.value:,.0f}"
+    name, parameters = mechanism(rows[0]), rows[0]["parameters"]
+    diverged = sum(bool(row.get("diverged")) for row in rows)
+    line = [
+        f"{name} ({diverged} of {len(rows)} diverged)" if diverged else name,
+        *(cells[key] for key in ("loss", "loss_at_equal_time", "tokens_per_second", "peak_gb")),
+        f"{parameters / 1e6:.1f}M",
+        cells["lln_share"],
+    ]
+    record = {
+        "mechanism": rows[0]["mechanism"],
+        "name": name,
+        "options": rows[0]["configuration"].get("options") or {},
+        **{key: None if mean is None else mean.value for key, mean in values.items()},
+        "standard_errors": {key: mean and mean.error for key, mean in values.items()},
+        "seconds_at_equal_time": seconds,
+        "parameters": parameters,
+        "diverged": diverged,
+        "configuration": rows[0]["configuration"],
+        **origin(rows),
+    }
+    return line, record
+
+
+def loss_after(rows: Sequence[Row], seconds: float) -> float | None:
+    """Validation loss after some time of training, on a straight line between evaluations."""
+    points = [(row["seconds"], row["loss"]) for row in rows if row.get("kind") == "eval"]
+    points = [point for point in points if point[1] is not None]
+    if not points or points[-1][0] < seconds - 1:
+        return None
+    for (start, before), (end, after) in itertools.pairwise(points):
+        if start <= seconds <= end:
+            share = 0.0 if end == start else (seconds - start) / (end - start)
+            return before + share * (after - before)
+    return points[-1][1]
+
+
+def last_share(rows: Sequence[Row]) -> float | None:
+    """Mean share of the LLN branch at the last step that was measured."""
+    measured = [row for row in rows if row.get("lln_share") is not None]
+    if not measured:
+        return None
+    last = max(row["step"] for row in measured)
+    shares = [row["lln_share"] for row in measured if row["step"] == last]
+    return sum(shares) / len(shares)
