@@ -32,9 +32,9 @@ EDGE = 5  # of the grid around the window, so that no patch leaves it
 GRID = SIDE + 2 * EDGE
 REACH = 4  # a paddle with its margin lies within 9 x 9 pixels of its end
 SAMPLES = 8  # per pixel and axis where coverage is measured
-COLLISION = 1.8  # two coverages that add up to this much are one on the other
-FREE = 0.3
-ATTEMPTS = 1024
+COLLISION = 180  # two coverages, in per cent, that add up to this much: one on the other
+FREE = 30
+ATTEMPTS = 2048
 
 _DEGREES = np.deg2rad(np.arange(360))
 
@@ -54,8 +54,8 @@ def make(generator: np.random.Generator, count: int) -> dict[str, np.ndarray]:
 class _Scene:
     """Images in the making.
 
-    ``image`` and ``blocked`` [B, GRID²] hold brightness and coverage, ``inner`` and ``outer``
-    [B, 2, 2] the pixels of the ends of both contours.
+    ``image`` and ``blocked`` [B, GRID²] hold brightness and coverage in per cent, ``inner`` and
+    ``outer`` [B, 2, 2] the pixels of the ends of both contours.
     """
 
     image: np.ndarray
@@ -108,6 +108,11 @@ def _around() -> np.ndarray:
     return np.unique(np.rint(radius * _direction(angle)).astype(np.int64), axis=0)
 
 
+def _per_cent(share: np.ndarray) -> np.ndarray:
+    """Bytes, so that the masks of many images stay in the processor's cache."""
+    return np.rint(100 * share).astype(np.uint8)
+
+
 class _Shapes:
     """Patches that are the same for all images: made once, when first needed."""
 
@@ -116,8 +121,9 @@ class _Shapes:
         self.angles = np.arctan2(self.ends[:, 0], self.ends[:, 1])
         back = self.angles + np.pi  # a paddle is drawn from its new end backwards
         line, wide = THICKNESS / 2, THICKNESS / 2 + MARGIN
-        self.lines, self.covers = _paddles(back, line), _paddles(back, wide)
-        self.first_lines, self.first_covers = _paddles(_DEGREES, line), _paddles(_DEGREES, wide)
+        self.lines, self.covers = _paddles(back, line), _per_cent(_paddles(back, wide))
+        self.first_lines = _paddles(_DEGREES, line)
+        self.first_covers = _per_cent(_paddles(_DEGREES, wide))
         point = np.zeros(2)
         self.disc = _coverage(MARKER_RADIUS, point, point)
         reach = np.arange(-REACH, REACH + 1)
@@ -166,9 +172,9 @@ def _extend(
     crowded = blocked[rows[:, None, None], near].max(-1)
     turn = np.abs(shapes.angles - angle[:, None]) % (2 * np.pi)
     turn = np.minimum(turn, 2 * np.pi - turn)
-    weight = np.where(turn < np.pi / 2, np.cos(turn) ** 2, 0) * (1 - crowded) * _in_window(ends)
+    weight = np.where(turn < np.pi / 2, np.cos(turn) ** 2, 0) * (100 - crowded) * _in_window(ends)
     total = weight.cumsum(1)
-    possible = total[:, -1] > 1e-4
+    possible = total[:, -1] > 1e-2
     found = np.zeros(len(rows), bool)
     choice = np.zeros(len(rows), np.int64)
     for _ in range(PADDLE_TRIALS):
@@ -224,7 +230,7 @@ def _two_contours(generator: np.random.Generator, attempts: int) -> _Scene:
 
 def _window() -> np.ndarray:
     """Coverage of an empty image: everything outside and its border."""
-    empty = np.ones((GRID, GRID), np.float32)
+    empty = np.full((GRID, GRID), 100, np.uint8)
     inside = slice(EDGE + BORDER, EDGE + SIDE - BORDER)
     empty[inside, inside] = 0
     return empty.ravel()
@@ -282,7 +288,7 @@ def _free_place(
             tail = np.where(free[:, None], tail, other)
         open_ = np.flatnonzero(~free)
         at = _flat(tail[open_])[:, None] + shapes.patch
-        under = blocked[rows[open_, None], at] * (cover[open_] > 0.5)
+        under = blocked[rows[open_, None], at] * (cover[open_] > 50)
         free[open_] = under.max(1) <= FREE
     return tail, free
 
