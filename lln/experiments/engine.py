@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from lln.experiments.graph import ORDINARY_FIRST, Graphs
 from lln.experiments.seeds import derived_seed
 
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
+USE_FSDP = "ACCELERATE_USE_FSDP"
 AUTOCAST = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -35,25 +37,22 @@ class _Root(nn.Module):
         return function(self.model, *arguments)
 
 
-def make_accelerator(config: TrainConfig) -> Any:
+def make_accelerator() -> Any:
     """Processes and devices: those of ``torchrun`` or ``accelerate launch``, or this process alone.
 
-    Precision is ours, not accelerate's: its fp16 does not exist on CPUs.
+    Precision is ours, not accelerate's: its fp16 does not exist on CPUs. So is sharding, for the
+    same reason; ``accelerate launch --use_fsdp`` asks for it as ``config.shard`` does.
     """
     try:
         from accelerate import Accelerator
-        from accelerate.utils import FullyShardedDataParallelPlugin
     except ImportError as error:
         raise ImportError("training needs: pip install 'lln-attention[train]'") from error
-    plugin = None
-    if config.shard:
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            cpu_ram_efficient_loading=False,
-        )
-    on_cpu = not torch.cuda.is_available()
-    return Accelerator(mixed_precision="no", cpu=on_cpu, fsdp_plugin=plugin)
+    asked = os.environ.pop(USE_FSDP, None)
+    try:
+        return Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available())
+    finally:
+        if asked is not None:
+            os.environ[USE_FSDP] = asked
 
 
 def leave_processes() -> None:
@@ -108,11 +107,23 @@ class Engine:
         self.untimed = 1 if self.graphs is None else ORDINARY_FIRST + 1
 
     def _wrap(self, model: nn.Module) -> None:
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
-            plugin.transformer_cls_names_to_wrap = _layer_names(model)
-        self.wrapped = self.accelerator.prepare(_Root(model))
-        self.root = self.accelerator.unwrap_model(self.wrapped)
+        self.root = _Root(model)
+        asked = self.config.shard or os.environ.get(USE_FSDP, "").lower() in ("1", "true")
+        if asked and self.world > 1:
+            self.wrapped: Any = _sharded(self.root.to(self.device))
+        else:
+            self.wrapped = self.accelerator.prepare(self.root)
+
+    @contextlib.contextmanager
+    def _unsynchronised(self) -> Iterator[None]:
+        """Gradients stay with their process: more micro-batches follow."""
+        if hasattr(self.wrapped, "set_requires_gradient_sync"):
+            self.wrapped.set_requires_gradient_sync(False)
+            yield
+            self.wrapped.set_requires_gradient_sync(True)
+        else:
+            with self.accelerator.no_sync(self.wrapped):
+                yield
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """The precision of the run."""
@@ -151,7 +162,7 @@ class Engine:
         planned = count = self.sums.new_zeros(())
         for turn, batch in enumerate(batches):
             last = turn == len(batches) - 1
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped):
+            with contextlib.nullcontext() if last else self._unsynchronised():
                 with self.autocast():
                     total, terms = self.wrapped(loss or self.loss, batch)
                 if turn == 0:  # a forecast for all; what it is off by is corrected below
@@ -272,10 +283,15 @@ def _stored(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **buffers}
 
 
-def _layer_names(model: nn.Module) -> list[str]:
-    """Classes of the repeated layers, which are sharded one by one."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return sorted({type(layer).__name__ for found in lists for layer in found})
+def _sharded(root: nn.Module) -> Any:
+    """FSDP2: every repeated layer is a unit, what is left another."""
+    from torch.distributed.fsdp import fully_shard
+
+    for module in reversed(list(root.modules())):  # what is inside comes first
+        if isinstance(module, nn.ModuleList):
+            for layer in module:
+                fully_shard(layer)
+    return fully_shard(root)
 
 
 def _checkpoint_activations(model: Any) -> None:

@@ -152,7 +152,7 @@ def train(
         >>> summary = train(task, TrainConfig(steps=100, eval_every=20), Path("runs/a"))
         >>> summary.metrics["loss"], summary.best
     """
-    accelerator = make_accelerator(config)
+    accelerator = make_accelerator()
     task.prepare(accelerator.device)
     if folder is not None:
         folder = Path(folder)

@@ -36,6 +36,20 @@ def finish(process: subprocess.Popen) -> str:
     return said
 
 
+def finish_all(processes: list[subprocess.Popen]) -> str:
+    """What all of them said; if one failed, none is left waiting for it."""
+    said = []
+    try:
+        for process in processes:
+            said.append(process.communicate(timeout=120)[0])
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert all(process.returncode == 0 for process in processes), "\n".join(said)
+    return "\n".join(said)
+
+
 def kill_when(process: subprocess.Popen, ready) -> None:
     """SIGKILL as soon as ``ready()``; the process must not have ended before."""
     deadline = time.monotonic() + 60

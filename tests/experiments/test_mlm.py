@@ -12,7 +12,15 @@ from lln import data
 from lln.experiments import mlm
 from lln.experiments.data import text, tokens
 from lln.instruments.rows import read_rows
-from tests.experiments.processes import curve, finish, kill_when, start, start_ranks, weights
+from tests.experiments.processes import (
+    curve,
+    finish,
+    finish_all,
+    kill_when,
+    start,
+    start_ranks,
+    weights,
+)
 
 TINY = {"layers": 2, "width": 32, "heads": 2, "feed_forward": 64, "vocabulary": 300, "length": 32}
 RUN = {"steps": 6, "batch_size": 4, "log_every": 2, "eval_every": 3, "save_every": 2}
@@ -220,8 +228,7 @@ def test_the_command_killed_and_repeated_is_bit_identical(place, tmp_path):
 def test_two_processes_train_the_model_of_one(place, tmp_path, how):
     words = (*ALONE, *LONG, "--log-every", "2", "--data", str(place), "--batches", "padded")
     finish(start(*words, "--out", str(tmp_path / "one")))
-    for process in start_ranks(2, *words, "--out", str(tmp_path / "two"), *how):
-        finish(process)
+    finish_all(start_ranks(2, *words, "--out", str(tmp_path / "two"), *how))
     for row, other in zip(curve(tmp_path / "one"), curve(tmp_path / "two"), strict=True):
         assert other["loss"] == pytest.approx(row["loss"], rel=1e-4)
     shutil.copy(tmp_path / "two" / "best" / "model.safetensors", tmp_path / "model.safetensors")

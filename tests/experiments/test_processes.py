@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lln.experiments.loop import train
-from tests.experiments.processes import curve, finish, start_ranks, weights
+from tests.experiments.processes import curve, finish_all, start_ranks, weights
 from tests.experiments.toy import Toy, toy_config
 
 TOY = ("-m", "tests.experiments.toy")
@@ -43,8 +43,8 @@ def close(folder, other) -> None:
     ids=["ddp", "ddp-accumulation", "fsdp2", "fsdp2-accumulation"],
 )
 def test_two_processes_equal_one(alone, tmp_path, settings):
-    for process in start_ranks(2, *TOY, str(tmp_path), *settings):
-        finish(process)
+    said = finish_all(start_ranks(2, *TOY, str(tmp_path), *settings))
+    assert f"done 12 on 2 sharded={'shard=True' in settings}" in said
     close(tmp_path, alone)
 
 
@@ -55,8 +55,7 @@ def test_two_processes_continue_what_one_began(alone, tmp_path, settings):
 
     shutil.copytree(alone, tmp_path / "run", symlinks=True)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000012")
-    for process in start_ranks(2, *TOY, str(tmp_path / "run"), *settings):
-        finish(process)
+    finish_all(start_ranks(2, *TOY, str(tmp_path / "run"), *settings))
     close(tmp_path / "run", alone)
 
 

@@ -37,8 +37,8 @@ def test_wikitext_is_cut_at_titles_only(tmp_path):
     corpus = text.find(tmp_path)
     assert corpus.name == "wiki" and corpus.splits == ("train", "valid", "test")
     articles = corpus.articles("valid")
-    assert len(articles) == 3 and articles[1].startswith(" = First = ")
-    assert "= = Section = =" in articles[1] and articles[2].startswith(" = Second = ")
+    assert len(articles) == 2 and articles[0].startswith(" = First = ")
+    assert "= = Section = =" in articles[0] and articles[1].startswith(" = Second = ")
 
 
 def test_json_lines_have_titles_and_may_be_packed_and_in_parts(tmp_path):

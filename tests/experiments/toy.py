@@ -68,5 +68,6 @@ if __name__ == "__main__":  # python -m tests.experiments.toy FOLDER field=value
         Toy(config, dropout=dropout, pause=pause), config, Path(sys.argv[1]), tensorboard=False
     )
     if os.environ.get("RANK", "0") == "0":
-        print("done", done.steps)
+        sharded = any(hasattr(parameter, "full_tensor") for parameter in done.model.parameters())
+        print(f"done {done.steps} on {done.processes} sharded={sharded}")
     leave_processes()

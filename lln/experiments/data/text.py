@@ -152,8 +152,9 @@ def _from_json(stream: TextIO, path: Path) -> Iterator[str]:
 def _from_text(stream: TextIO) -> Iterator[str]:
     lines: list[str] = []
     for line in stream:
-        if HEADING.match(line) and lines:
-            yield "".join(lines)
+        if HEADING.match(line):
+            if any(map(str.strip, lines)):  # not what is before the first title
+                yield "".join(lines)
             lines = []
         lines.append(line)
     if lines:
