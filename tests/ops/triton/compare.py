@@ -64,8 +64,8 @@ def compare(
     )
     limit = max(LIMITS[dtype], 32 * torch.finfo(torch.float32).eps * largest)  # exponents round too
     for name in exact:
-        # a gradient of half precision has one more dot of rounded factors behind it than an output
-        rounds = 2 if name != "out" and dtype.itemsize == 2 else 1
+        # dk = B (v·dM + g): the two terms nearly cancel, and dM is rounded to half precision
+        rounds = 2 if name == "d_k" and dtype.itemsize == 2 else 1
         assert got[name].shape == exact[name].shape, name
         assert got[name].dtype == plain[name].dtype, name
         size = max(exact[name].norm().item(), floor * exact[name].numel() ** 0.5)
