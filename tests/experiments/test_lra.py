@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import lzma
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import lln
 from lln.cli import app
-from lln.experiments import lra
+from lln.experiments import lra, sweep
 from lln.experiments.jobs import Place, find
 from lln.experiments.jobs import lra as job
+from lln.experiments.jobs import vit as vit_job
 from lln.instruments.rows import read_rows
 from lln.models.lra import Classifier, LRASizes
 from tests.experiments.classes import sequences
 
+SWEEPS = Path(__file__).resolve().parents[2] / "sweeps"
 SMALL = {
     "steps": 6,
     "batch_size": 8,
@@ -183,14 +187,31 @@ def test_command_says_what_is_missing(tmp_path, monkeypatch):
 
 def test_job_of_a_sweep(tmp_path, monkeypatch):
     write_reviews(tmp_path, monkeypatch)
-    job._arrays.cache_clear()
+    job._load.cache_clear()
     place = Place(tmp_path, tmp_path / "results", tmp_path / "run")
     spec = {"task": "text", "attention": "elu", **SMALL, "steps": 2, "batch_size": 2, "seed": 4}
     spec |= {"eval_every": 0, "save_every": 0}
-    timed = {**spec, "throughput": True}
+    timed = {**spec, "throughput": True, "attentions": ["elu", "lln"]}
     for each in (spec, timed):
         find("lra").run(each, place)
     rows = read_rows(tmp_path / "results" / "lra.jsonl")
-    assert [row["subject"] for row in rows] == ["lra", "lra_step"]
+    assert [row["subject"] for row in rows] == ["lra", "lra_step", "lra_step"]
+    assert [row["mechanism"] for row in rows] == ["elu", "elu", "lln"]
     wanted = [*find("lra").keys(spec, place), *find("lra").keys(timed, place)]
     assert [(row["digest"], row["seed"]) for row in rows] == wanted
+
+
+@pytest.mark.parametrize("path", sorted(SWEEPS.glob("*.json")), ids=lambda path: path.stem)
+def test_sweeps_of_the_project_can_be_read(path):
+    """Tasks, recipes, fields and options of mechanisms exist."""
+    for spec in sweep.expand(sweep.read(path)):
+        own = {name: value for name, value in spec.items() if name not in sweep.OF_THE_SWEEP}
+        if spec["run"] == "lra":
+            found = job.configs(own)
+        elif spec["run"] == "vit":
+            found = [vit_job._config(own)]
+        else:
+            continue
+        for config in found:
+            name, options = config.train.attention, config.train.options
+            assert name in lra.SOFTMAX or set(options) <= set(lln.describe(name).defaults)
