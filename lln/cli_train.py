@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -252,6 +255,19 @@ def glue(
             typer.echo(f"run {folder}, row in {results}")
 
 
+@contextlib.contextmanager
+def _ended_as_a_whole() -> Iterator[None]:
+    """If this process is told to end, the runs it has started end with it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def sweep(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Runs as JSON, see sweeps/.")],
     jobs: Annotated[int, typer.Option(min=1, help="Runs at once, as processes.")] = 1,
@@ -274,7 +290,8 @@ def sweep(
 
         planned = plan(read(file), data=data, out=out, scratch=scratch)
         typer.echo(f"{len(planned)} runs in {file}")
-        outcome = Sweep(planned, slots=jobs, minutes=minutes, say=typer.echo).run()
+        with _ended_as_a_whole():
+            outcome = Sweep(planned, slots=jobs, minutes=minutes, say=typer.echo).run()
         counts = {name: len(labels) for name, labels in vars(outcome).items()}
         typer.echo(", ".join(f"{count} {name}" for name, count in counts.items()))
         if outcome.failed:

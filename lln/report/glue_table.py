@@ -8,6 +8,7 @@ from typing import Any
 from lln.report.results import (
     Mean,
     Row,
+    best_rates,
     grouped,
     in_paper_order,
     mechanism,
@@ -34,8 +35,9 @@ METRICS = (
     "avg: of the tasks shown."
 )
 PROTOCOL = (
-    "Learning rate and epoch of a fine-tuning were chosen on a part of train that was held out, "
-    "from the same grid for all; the numbers are of GLUE's dev, looked at once."
+    "Where several learning rates of pre-training were tried, the one of the best validation loss "
+    "counts. Learning rate and epoch of a fine-tuning were chosen on a part of train that was held "
+    "out, from the same grid for all; the numbers are of GLUE's dev, looked at once."
 )
 
 
@@ -61,8 +63,11 @@ def _size(scale: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _table(scale: dict[str, Any], tuned: list[Row], trained: list[Row]) -> Table:
-    by_mechanism = grouped(sorted(tuned, key=in_paper_order), lambda r: (mechanism(r), options(r)))
-    pretrained = grouped(trained, lambda row: (mechanism(row), options(row)))
+    rates = best_rates(trained)
+    trained = [row for row in trained if _rate(row["configuration"]) == rates[_variant(row)]]
+    tuned = [row for row in tuned if _of_best_rate(row, rates)]
+    by_mechanism = grouped(sorted(tuned, key=in_paper_order), _variant)
+    pretrained = grouped(trained, _variant)
     tasks = [task for task in TASKS if any(_task(row) == task for row in tuned) or task == "qnli"]
     found = [
         _mechanism(name, own, pretrained.get((name, given), []), scale, tasks)
@@ -77,6 +82,20 @@ def _table(scale: dict[str, Any], tuned: list[Row], trained: list[Row]) -> Table
         [METRICS, PROTOCOL, *_data_notes(tuned), origin_text(everything)],
         [record for _, record in found],
     )
+
+
+def _variant(row: Row) -> tuple[str, str]:
+    return mechanism(row), options(row)
+
+
+def _rate(configuration: Mapping[str, Any]) -> float | None:
+    return configuration.get("learning_rate")
+
+
+def _of_best_rate(row: Row, rates: Mapping[tuple[str, str], float | None]) -> bool:
+    """Whether a fine-tuning starts from the pre-training that is shown."""
+    best = rates.get(_variant(row))
+    return best is None or _rate(row["configuration"].get("pretrained") or {}) == best
 
 
 def _task(row: Row) -> str:

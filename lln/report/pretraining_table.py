@@ -9,6 +9,7 @@ from typing import Any
 from lln.report.results import (
     Mean,
     Row,
+    best_rates,
     grouped,
     in_paper_order,
     mechanism,
@@ -47,8 +48,13 @@ def _variant(row: Row) -> tuple[str, str]:
 
 def _table(rows: list[Row], curves: Sequence[Row]) -> Table:
     of_run = grouped(curves, lambda line: (line["digest"], line["seed"]))
-    seconds = min(row["train_seconds"] for row in rows)
+    rates = best_rates(rows)
+    tried = sorted({row["configuration"].get("learning_rate") or 0 for row in rows})
+    rows = [
+        row for row in rows if row["configuration"].get("learning_rate") == rates[_variant(row)]
+    ]
     by_variant = grouped(sorted(rows, key=in_paper_order), _variant)
+    seconds = min(row["train_seconds"] for row in rows)
     found = [_mechanism(own, of_run, seconds) for own in by_variant.values()]
     first = rows[0]["configuration"]
     amount = first["steps"] * first["batch_size"] * first["length"] / 1e6
@@ -59,6 +65,7 @@ def _table(rows: list[Row], curves: Sequence[Row]) -> Table:
     notes = [
         "Loss: of validation, nats per hidden token; at equal tokens all runs are at their end, at "
         f"equal time after the {seconds:,.0f} s that the fastest run trained.",
+        f"Learning rates tried, the best by this loss shown: {', '.join(f'{x:g}' for x in tried)}.",
         "LLN share: of the output of LLN+Diag, mean over layers and heads, last measured.",
         origin_text(rows),
     ]

@@ -98,6 +98,22 @@ def mechanism(row: Row) -> str:
     return f"{shown} ({', '.join(words)})" if words else shown
 
 
+def best_rates(trained: Iterable[Row]) -> dict[tuple[str, str], float | None]:
+    """The learning rate of every mechanism whose validation loss is lowest, a mean over seeds."""
+    chosen: dict[tuple[str, str], float | None] = {}
+    for variant, own in grouped(trained, lambda row: (mechanism(row), options(row))).items():
+        means = {
+            rate: Mean.of(row["loss"] for row in rows) for rate, rows in grouped(own, _rate).items()
+        }
+        known = {rate: mean.value for rate, mean in means.items() if mean is not None}
+        chosen[variant] = min(known, key=lambda rate: known[rate]) if known else None
+    return chosen
+
+
+def _rate(row: Row) -> float | None:
+    return row["configuration"].get("learning_rate")
+
+
 @dataclass(frozen=True)
 class Mean:
     """A mean over seeds and its standard error, None for a single one."""

@@ -99,6 +99,16 @@ def test_table_1_has_scores_with_errors_averages_and_the_reason_of_gaps(tmp_path
     assert any(n == "A GPU, torch 2.11, commit abc123, 2026-11-15, seeds 0, 1" for n in large.notes)
 
 
+def test_the_best_learning_rate_of_a_pretraining_counts(tmp_path):
+    rows = []
+    for rate, loss, score in ((1e-3, 3.0, 0.7), (1e-4, 4.0, 0.9)):
+        rows.append(mlm("lln", loss, learning_rate=rate))
+        rows.append(glue("lln", "rte", score, learning_rate=rate))
+    write(tmp_path, rows)
+    (table,) = tables.make("1", tmp_path)
+    assert by_name(table)["LLN"]["RTE"] == "70.0" and by_name(table)["LLN"]["MLM loss"] == "3.000"
+
+
 def test_table_2_has_memory_time_and_ratios(tmp_path):
     rows = [
         *(step("softmax", n, ms, backend="flash") for n, ms in ((512, 40.0), (16384, 900.0))),
