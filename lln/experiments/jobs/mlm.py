@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,5 +44,14 @@ def pretrained(spec: Spec, place: Place) -> Pretrained:
 
 def _plan(spec: Spec, place: Place) -> tuple[mlm.MLMConfig, Mapping[str, Any]]:
     config = mlm.configure(**spec)
-    encoded = tokens.encode(text.find(place.data, config.corpus), config.vocabulary)
-    return config, mlm.MLM(config, encoded).settings
+    return config, mlm.MLM(config, encoded(config, place)).settings
+
+
+def encoded(config: mlm.MLMConfig, place: Place) -> tokens.Encoded:
+    """The corpus of a run, looked up once for all runs of a sweep that share it."""
+    return _encoded(place.data, config.corpus, config.vocabulary)
+
+
+@lru_cache(maxsize=4)
+def _encoded(data: Path | None, corpus: str | None, vocabulary: int) -> tokens.Encoded:
+    return tokens.encode(text.find(data, corpus), vocabulary)

@@ -8,18 +8,17 @@ import gc
 import torch
 
 from lln.experiments import mlm
-from lln.experiments.data import text, tokens
 from lln.experiments.jobs import Key, Place, Spec
+from lln.experiments.jobs.mlm import encoded
 from lln.experiments.runlog import has_row
 
 
 def keys(spec: Spec, place: Place) -> list[Key]:
     found = []
     for config in _configs(spec):
-        encoded = tokens.encode(text.find(place.data, config.corpus), config.vocabulary)
         # How a step is launched does not change what it computes, but how long it takes.
         manner = {"compiled": config.train.compile, "recorded": config.train.graph}
-        settings = {**mlm.MLM(config, encoded).settings, **manner}
+        settings = {**mlm.MLM(config, encoded(config, place)).settings, **manner}
         found.append((config.train.digest(settings), config.train.seed))
     return found
 
