@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lln.ops.triton import launch
 from lln.ops.triton.library import empty_rows, register, register_backward
-from lln.ops.triton.tiles import most_parts
+from lln.ops.triton.tiles import MERGE_IN_READER
 
 
 def bidirectional(
@@ -41,7 +41,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None, launch.Merged | None]:  # fmt: skip
     q, k, v, key_mask = launch.prepared(q, k, v, key_mask)
     parts, count = launch.summarize_parts(k, v, beta, key_mask, normalize_keys)
-    merge_first = count > most_parts(k.shape[-1], v.shape[-1])
+    merge_first = count > MERGE_IN_READER
     state = launch.empty_state(k, v) if save or merge_first else None
     if state is not None and merge_first:
         launch.merge(parts, count, state)

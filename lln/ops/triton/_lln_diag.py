@@ -19,7 +19,7 @@ from lln.ops.triton._block_diagonal import block_diagonal, fits
 from lln.ops.triton._causal import causal
 from lln.ops.triton.launch_diag import diag, diag_backward, empty_diag_lse
 from lln.ops.triton.library import empty_rows, register, register_backward
-from lln.ops.triton.tiles import causal_fits, fused_backward, most_parts
+from lln.ops.triton.tiles import MERGE_IN_READER, causal_fits, fused_backward
 
 
 def lln_diag(
@@ -69,7 +69,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None, launch.Merged | None]:
     q, k, v, key_mask = launch.prepared(q, k, v, key_mask)
     parts, count = launch.summarize_parts(k, v, beta, key_mask, normalize_keys)
-    merge_first = count > most_parts(k.shape[-1], v.shape[-1])
+    merge_first = count > MERGE_IN_READER
     state = launch.empty_state(k, v) if save or merge_first else None
     if state is not None and merge_first:
         launch.merge(parts, count, state)

@@ -28,7 +28,7 @@ from lln.ops.triton.summarize_kernels import (
     summarize_backward_kernel,
     summarize_kernel,
 )
-from lln.ops.triton.tiles import most_parts, padded, split, tile, value_block
+from lln.ops.triton.tiles import most_gradient_parts, padded, split, tile, value_block
 
 
 class Merged(NamedTuple):
@@ -163,7 +163,7 @@ def merge_gradients(parts: Tensor) -> Tensor:
 
 def few_parts(parts: Tensor, d: int, e: int) -> Tensor:
     """The gradient parts themselves if every reader can add them for itself, else their sum."""
-    return merge_gradients(parts) if parts.shape[1] > most_parts(d, e) else parts
+    return merge_gradients(parts) if parts.shape[1] > most_gradient_parts(d, e) else parts
 
 
 def summarize_backward(

@@ -94,11 +94,12 @@ def whole_tiles(tokens: int, parts: int, tile: Tile) -> int:
 # the backward pass of LLN+Diag), and what it costs to merge more parts than MERGE_IN_READER by a
 # kernel of their own.
 PROGRAM, DIAG_PROGRAM, MERGE = 256, 64, 1024
+# Up to this many parts every reader merges for itself.
 MERGE_IN_READER = 4
 
 
-def most_parts(d: int, e: int) -> int:
-    """Up to this many parts of a state every reader merges for itself: they must fit registers."""
+def most_gradient_parts(d: int, e: int) -> int:
+    """The same for the gradients of a state, whose readers have fewer registers to spare."""
     return MERGE_IN_READER if padded(d) * padded(e) <= 4096 else 1
 
 
