@@ -56,8 +56,10 @@ class Pretrained:
     @property
     def longest(self) -> int:
         """Tokens that its position embeddings hold."""
-        config = self._config()
-        return config["max_position_embeddings"] - config["pad_token_id"] - 1
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(self.folder)
+        return config.max_position_embeddings - config.pad_token_id - 1
 
     def classifier(self, classes: int, seed: int, *, dropout: float = 0.0) -> nn.Module:
         """The body with a new head for ``classes``."""
