@@ -174,6 +174,7 @@ class Vision(Classification):
             "side": side,
             "length": self.tokens,
             "data": pictures.source,
+            "classes": list(pictures.classes),
             "examples": counts,
         }
 

@@ -71,7 +71,8 @@ def _line(name: str, rows: list[Row]) -> tuple[list[str], dict[str, Any]]:
     accuracy = Mean.of(row["accuracy"] for row in best)
     valid = Mean.of(row["valid_accuracy"] for row in best)
     first = best[0]
-    printed = TABLE_3.get(first["mechanism"])
+    same_task = first["configuration"].get("classes") == ["cat", "dog"]
+    printed = TABLE_3.get(first["mechanism"]) if same_task else None
     time, memory = (Mean.of(row.get(key) for row in best) for key in ("step_ms", "peak_mb"))
     line = [
         name,

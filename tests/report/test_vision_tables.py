@@ -43,6 +43,11 @@ def test_table_3(tmp_path):
     assert table.records[0]["seeds"] == [0, 1, 2]
 
 
+def test_table_3_of_other_images_has_no_numbers_of_the_paper(tmp_path):
+    (table,) = make("3", tmp_path, [vit("softmax", 0.9, classes=["0", "1"], data="digits")])
+    assert cells(table, "Softmax")["paper, %"] == ""
+
+
 def arena(mechanism: str, scores: dict[str, float], **more):
     return [lra(mechanism, task, score, **more) for task, score in scores.items()]
 

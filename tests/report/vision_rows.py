@@ -19,7 +19,8 @@ FACTS: dict[str, Any] = {
 }
 VIT = {"recipe": "paper", "layers": 12, "width": 128, "heads": 8, "patch": 4, "side": 64}
 VIT |= {"length": 257, "steps": 5000, "batch_size": 256, "precision": "bf16"}
-VIT |= {"data": "dogs_vs_cats_64.npz", "examples": {"train": 20000, "valid": 2500, "test": 2500}}
+VIT |= {"classes": ["cat", "dog"], "data": "dogs_vs_cats_64.npz"}
+VIT |= {"examples": {"train": 20000, "valid": 2500, "test": 2500}}
 LRA = {"layers": 2, "width": 64, "heads": 2, "pool": "padded", "precision": "bf16", "steps": 5000}
 LRA |= {"batch_size": 32, "data": "generated", "examples": {"train": 9}, "compile": True}
 
