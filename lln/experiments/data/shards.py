@@ -6,7 +6,6 @@ goes on where it stopped. All of them together become one ``.npy`` file per arra
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -88,6 +87,11 @@ def generate(
 def _only_one(folder: Path) -> Iterator[None]:
     """Other processes that want the same data wait and then find them."""
     with (folder / ".lock").open("w") as stream:
+        try:
+            import fcntl
+        except ImportError:  # Windows: two at once would do the same work twice
+            yield
+            return
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
 
@@ -133,7 +137,8 @@ def _write(recipe: Recipe, folder: Path, number: int) -> int:
     path = _path(folder, number)
     temporary = path.with_suffix(f".{os.getpid()}")
     with temporary.open("wb") as stream:
-        np.savez(stream, allow_pickle=False, **recipe.make_shard(number))
+        arrays: dict[str, Any] = {**recipe.make_shard(number)}
+        np.savez(stream, **arrays)
     temporary.replace(path)
     return number
 
