@@ -14,17 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lln.experiments import gated, runlog
+from lln.experiments import runlog
+from lln.experiments.changes import changed
 from lln.experiments.config import TrainConfig
 from lln.experiments.data import text, tokens
 from lln.experiments.data.mlm import Masking, Rows, batch, in_order
 from lln.experiments.loop import Summary, Task, train
 from lln.experiments.progress import Progress
-from lln.experiments.seeds import derived_seed, seeded
+from lln.experiments.roberta import build_model, fast_tokenizer
+from lln.experiments.seeds import derived_seed
 from lln.instruments.rows import Row
-
-SOFTMAX = {"softmax": "sdpa", "softmax_eager": "eager"}
-BLOCKS = {"lln_diag": "diag_block", "block_diag": "block"}
 
 
 @dataclass(frozen=True)
@@ -176,20 +175,7 @@ def configure(recipe: str, **changes: Any) -> MLMConfig:
     """
     if recipe not in RECIPES:
         raise ValueError(f"recipe={recipe!r} is unknown; choose from {', '.join(RECIPES)}")
-    start = RECIPES[recipe]()
-    inner = {item.name for item in dataclasses.fields(TrainConfig)}
-    outer = {item.name for item in dataclasses.fields(MLMConfig)} - {"train", "recipe"}
-    unknown = sorted(set(changes) - inner - outer)
-    if unknown:
-        raise ValueError(
-            f"{', '.join(unknown)} is no field of a run; choose from "
-            f"{', '.join(sorted(inner | outer))}"
-        )
-    asked = {name: value for name, value in changes.items() if name in inner}
-    if "steps" in asked and "warmup" not in asked:  # a short run warms up in proportion
-        asked["warmup"] = min(start.train.warmup, max(1, asked["steps"] // 10))
-    others = {name: value for name, value in changes.items() if name in outer}
-    return replace(start, **others, train=replace(start.train, **asked))
+    return changed(RECIPES[recipe](), fixed=("recipe",), **changes)
 
 
 class MLM(Task):
@@ -255,66 +241,6 @@ def _scores(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     index = batch["positions"][:, :, None].expand(-1, -1, states.shape[2])
     scores = model.lm_head(states.gather(1, index))
     return scores.flatten(0, 1).float(), batch["labels"].flatten()
-
-
-def build_model(config: MLMConfig, vocabulary: int) -> tuple[Any, int]:
-    """RobertaForMaskedLM with fresh weights, and how many it has with softmax attention.
-
-    The weights are the same for every attention; a mechanism may add some of its own.
-    """
-    from transformers import RobertaConfig, RobertaForMaskedLM
-
-    import lln.hf
-
-    attention = config.train.attention
-    if attention in SOFTMAX and config.train.options:
-        raise ValueError(f"options={dict(config.train.options)}: {attention!r} has none")
-    sizes = RobertaConfig(
-        vocab_size=vocabulary,
-        hidden_size=config.width,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        intermediate_size=config.feed_forward,
-        max_position_embeddings=config.length + tokens.PAD + 1,
-        hidden_dropout_prob=config.dropout,
-        attention_probs_dropout_prob=0.0,
-        initializer_range=config.deviation,
-        type_vocab_size=1,
-        bos_token_id=tokens.START,
-        pad_token_id=tokens.PAD,
-        eos_token_id=tokens.END,
-        architectures=["RobertaForMaskedLM"],
-    )
-    sizes._attn_implementation = SOFTMAX.get(attention, "sdpa")
-    with seeded(config.train.seed, "weights"):
-        model = RobertaForMaskedLM(sizes)
-        count = sum(parameter.numel() for parameter in model.parameters())
-        if gated.is_gated(attention):
-            gated.replace_layers(model, attention, **config.train.options)
-        elif attention not in SOFTMAX:
-            block = {BLOCKS[attention]: config.block} if attention in BLOCKS else {}
-            lln.hf.replace(model, attention, quiet=True, **{**block, **config.train.options})
-    return model, count
-
-
-def fast_tokenizer(tokenizer: Any, length: int) -> Any:
-    """The tokenizer as transformers knows it, <s> and </s> around each text."""
-    from tokenizers.processors import RobertaProcessing
-    from transformers import PreTrainedTokenizerFast
-
-    start, pad, end, unknown, mask = tokens.SPECIAL
-    tokenizer.post_processor = RobertaProcessing((end, tokens.END), (start, tokens.START))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=start,
-        cls_token=start,
-        pad_token=pad,
-        eos_token=end,
-        sep_token=end,
-        unk_token=unknown,
-        mask_token=mask,
-        model_max_length=length,
-    )
 
 
 @dataclass

@@ -1,0 +1,75 @@
+"""RoBERTa from a configuration, with any attention, and its tokenizer for transformers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lln.experiments import gated
+from lln.experiments.data import tokens
+from lln.experiments.seeds import seeded
+
+if TYPE_CHECKING:
+    from lln.experiments.mlm import MLMConfig
+
+SOFTMAX = {"softmax": "sdpa", "softmax_eager": "eager"}
+BLOCKS = {"lln_diag": "diag_block", "block_diag": "block"}
+
+
+def build_model(config: MLMConfig, vocabulary: int) -> tuple[Any, int]:
+    """RobertaForMaskedLM with fresh weights, and how many it has with softmax attention.
+
+    The weights are the same for every attention; a mechanism may add some of its own.
+    """
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    import lln.hf
+
+    attention = config.train.attention
+    if attention in SOFTMAX and config.train.options:
+        raise ValueError(f"options={dict(config.train.options)}: {attention!r} has none")
+    sizes = RobertaConfig(
+        vocab_size=vocabulary,
+        hidden_size=config.width,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        intermediate_size=config.feed_forward,
+        max_position_embeddings=config.length + tokens.PAD + 1,
+        hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=0.0,
+        initializer_range=config.deviation,
+        type_vocab_size=1,
+        bos_token_id=tokens.START,
+        pad_token_id=tokens.PAD,
+        eos_token_id=tokens.END,
+        architectures=["RobertaForMaskedLM"],
+    )
+    sizes._attn_implementation = SOFTMAX.get(attention, "sdpa")
+    with seeded(config.train.seed, "weights"):
+        model = RobertaForMaskedLM(sizes)
+        count = sum(parameter.numel() for parameter in model.parameters())
+        if gated.is_gated(attention):
+            gated.replace_layers(model, attention, **config.train.options)
+        elif attention not in SOFTMAX:
+            block = {BLOCKS[attention]: config.block} if attention in BLOCKS else {}
+            lln.hf.replace(model, attention, quiet=True, **{**block, **config.train.options})
+    return model, count
+
+
+def fast_tokenizer(tokenizer: Any, length: int) -> Any:
+    """The tokenizer as transformers knows it, <s> and </s> around each text."""
+    from tokenizers.processors import RobertaProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    start, pad, end, unknown, mask = tokens.SPECIAL
+    tokenizer.post_processor = RobertaProcessing((end, tokens.END), (start, tokens.START))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=start,
+        cls_token=start,
+        pad_token=pad,
+        eos_token=end,
+        sep_token=end,
+        unk_token=unknown,
+        mask_token=mask,
+        model_max_length=length,
+    )
