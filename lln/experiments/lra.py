@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ class LRAConfig:
         dropout: Of the model; none in the attention weights, whatever the mechanism.
         pool: See :class:`lln.models.lra.LRASizes`.
         train_size: Training examples, where they are generated; None for as many as published.
-        validate_on: Examples that are looked at while training; the first so many.
+        validate_on: Examples that are looked at while training, drawn once and for all.
     """
 
     task: str
@@ -128,15 +129,18 @@ class LRA(Classification):
         shared: dict[int, Tensor] = {}  # passages that the pairs of all splits point into
         self.parts: dict[str, tuple[Tensor, Tensor, Tensor | None]] = {}
         for name, split in self.arrays.splits.items():
-            few = slice(self.config.validate_on) if name == "valid" else slice(None)
-            labels = torch.tensor(split.labels[few], device=device)
+            if name == "valid" and len(split) > self.config.validate_on:
+                # Files may be sorted by class: not simply the first ones.
+                order = np.random.default_rng(0).permutation(len(split))
+                split = split.take(np.sort(order[: self.config.validate_on]))
+            labels = torch.tensor(split.labels, device=device)
             if split.pairs is None:
-                tokens, pairs = torch.tensor(split.tokens[few], device=device), None
+                tokens, pairs = torch.tensor(split.tokens, device=device), None
             else:
                 if id(split.tokens) not in shared:
                     shared[id(split.tokens)] = torch.tensor(split.tokens, device=device)
                 tokens = shared[id(split.tokens)]
-                pairs = torch.tensor(split.pairs[few], device=device)
+                pairs = torch.tensor(split.pairs, device=device)
             self.parts[name] = tokens, labels, pairs
         self.note_memory(device)
 

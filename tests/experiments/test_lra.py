@@ -97,6 +97,17 @@ def test_evaluation_counts_every_example():
     assert found["accuracy"] == pytest.approx(right)
 
 
+def test_validation_on_some_examples_draws_from_all_of_them():
+    """Files that are sorted by class would give one class otherwise."""
+    data = sequences()
+    order = np.argsort(data.splits["valid"].labels, kind="stable")
+    data.splits["valid"] = data.splits["valid"].take(order)
+    task = lra.LRA(small(validate_on=8), data)
+    task.prepare(torch.device("cpu"))
+    assert len(task.parts["valid"][1].unique()) == 2
+    assert len(data.splits["valid"].labels[:8].nonzero()[0]) == 0
+
+
 def test_a_run_writes_its_row(tmp_path):
     config = small("lln_diag", options={"diag_block": 8}, monitor_every=3)
     row = lra.run(config, sequences(), folder=tmp_path / "run", results=tmp_path / "rows.jsonl")
