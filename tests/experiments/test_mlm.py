@@ -142,6 +142,17 @@ def test_the_manner_of_computing_does_not_matter(place, tmp_path, changes):
         assert other["loss"] == pytest.approx(row["loss"], rel=1e-4)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_stays_close(place, tmp_path, precision):
+    for name in ("fp32", precision):
+        config = tiny(precision=name)
+        mlm.run(config, data=place, folder=tmp_path / name, tensorboard=False)
+    for row, other in zip(curve(tmp_path / "fp32"), curve(tmp_path / precision), strict=True):
+        assert other["loss"] == pytest.approx(row["loss"], rel=5e-3)
+        if row["kind"] == "train":
+            assert (other["loss_scale"] is not None) == (precision == "fp16")
+
+
 def test_throughput_is_a_row_of_its_own(place):
     row = mlm.throughput(tiny(steps=3), data=place)
     assert row["subject"] == "step" and row["step_ms"] > 0 and not row["out_of_memory"]
