@@ -11,7 +11,9 @@ from lln.experiments.seeds import seeded
 if TYPE_CHECKING:
     from lln.experiments.mlm import MLMConfig
 
-SOFTMAX = {"softmax": "sdpa", "softmax_eager": "eager"}
+# "softmax" is torch's SDPA without transformers' mask: while a step is compiled or recorded that is
+# built even where nothing is masked, and keeps SDPA from its fast kernels.
+SOFTMAX = {"softmax": "softmax", "softmax_eager": "eager"}
 BLOCKS = {"lln_diag": "diag_block", "block_diag": "block"}
 
 
@@ -43,6 +45,7 @@ def build_model(config: MLMConfig, vocabulary: int) -> tuple[Any, int]:
         eos_token_id=tokens.END,
         architectures=["RobertaForMaskedLM"],
     )
+    lln.hf.register()
     sizes._attn_implementation = SOFTMAX.get(attention, "sdpa")
     with seeded(config.train.seed, "weights"):
         model = RobertaForMaskedLM(sizes)
