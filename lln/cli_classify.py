@@ -150,7 +150,7 @@ def lra(
             data,
             on_damaged=on_damaged,
             workers=workers,
-            progress=lambda done, total: typer.echo(f"\rgenerated {done} of {total}", nl=False),
+            progress=_print_generated,
         )
         folder = out or Path("runs") / f"lra-{task}-{attention}-seed{config.train.seed}"
         results = results or folder / "results.jsonl"
@@ -159,11 +159,21 @@ def lra(
 
             row = tasks.throughput(config, arrays)
             append_row(results, row)
-            typer.echo(f"{row['step_ms']:.2f} ms a step, {row['peak_mb']} MB, row in {results}")
+            typer.echo(f"{_cost(row) or 'out of memory'}; row in {results}")
             return
         bar = Bar(f"{task} {attention}")
         row = tasks.run(config, arrays, folder=folder, results=results, progress=bar)
         _print_end(row, folder, results)
+
+
+def _print_generated(done: int, total: int) -> None:
+    typer.echo(f"\rgenerated {done} of {total} shards", nl=done == total)
+
+
+def _cost(row: dict[str, Any]) -> str:
+    time = "" if row["step_ms"] is None else f"{row['step_ms']:.1f} ms a step"
+    memory = "" if row.get("peak_mb") is None else f"{row['peak_mb']:,.0f} MB"
+    return ", ".join(filter(None, (time, memory)))
 
 
 def _print_end(row: dict[str, Any], folder: Path, results: Path) -> None:
@@ -173,8 +183,7 @@ def _print_end(row: dict[str, Any], folder: Path, results: Path) -> None:
     said = [
         f"test accuracy {row['accuracy']:.4f}",
         "" if valid is None else f"validation {valid:.4f} (step {row['best_step']})",
-        "" if row["step_ms"] is None else f"{row['step_ms']:.1f} ms a step",
-        "" if row["peak_mb"] is None else f"{row['peak_mb']:,.0f} MB",
+        _cost(row),
         f"{row['parameters']:,} parameters",
     ]
     typer.echo(", ".join(filter(None, said)))
