@@ -31,7 +31,9 @@ class _Steps(Silent):
 def configuration(attention: str, *, quick: bool = False) -> mlm.MLMConfig:
     """The run of one attention; the same for both but for that."""
     steps = QUICK_STEPS if quick else STEPS
-    every = {"eval_every": steps // 5, "log_every": steps // 20, "save_every": 0, "keep": 0}
+    evaluations = 2 if quick else 5
+    every = {"eval_every": steps // evaluations, "log_every": steps // 20}
+    every |= {"save_every": 0, "keep": 0}
     return mlm.configure("roberta-tiny", attention=attention, steps=steps, **every)
 
 
