@@ -67,7 +67,7 @@ def plain_errors(command: str) -> Iterator[None]:
     """What the user can mend is said in a line, without a traceback."""
     try:
         yield
-    except (ValueError, TypeError, ImportError) as error:
+    except (ValueError, TypeError, ImportError, OSError) as error:
         if os.environ.get("LLN_TRACEBACK"):
             raise
         raise SystemExit(f"{command}: {error}") from None

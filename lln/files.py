@@ -1,9 +1,11 @@
-"""Files that are either complete or absent: written beside their place and moved there at once."""
+"""Files that are either complete or absent, and locks for what several processes write."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -27,3 +29,21 @@ def write_text(path: str | os.PathLike[str], content: str) -> Path:
         Path(temporary).unlink(missing_ok=True)
         raise
     return target
+
+
+@contextlib.contextmanager
+def locked(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Let one process at a time into the block; the lock file stays, and ends with its holder.
+
+    Where there are no such locks (Windows) everybody is let in.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("w") as stream:
+        try:
+            import fcntl
+        except ImportError:
+            yield
+            return
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield

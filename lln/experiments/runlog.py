@@ -7,11 +7,10 @@ resumes from, so that they end up as if it had never stopped.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +126,7 @@ def append_row(path: str | os.PathLike[str], row: Mapping[str, Any]) -> None:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     line = (json.dumps(row, allow_nan=False) + "\n").encode()
-    with _locked(target.with_name(f".{target.name}.lock")):
+    with files.locked(target.with_name(f".{target.name}.lock")):
         handle = os.open(target, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             content = target.read_bytes()
@@ -154,16 +153,3 @@ def thinned(rows: Sequence[Row], steps: int = 200) -> list[Row]:
     stride = -(-len(known) // steps) or 1
     kept = {*known[::-1][::stride]}  # the last one is among them
     return [row for row in rows if row.get("kind") == "eval" or row["step"] in kept]
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock file; without locks (Windows) the single write has to be enough."""
-    with path.open("w") as stream:
-        try:
-            import fcntl
-        except ImportError:
-            yield
-            return
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from lln import files
 from lln.experiments.data.text import Corpus
 
 # As in RoBERTa; the mask comes last there and here fifth, which only config.json has to know.
@@ -120,7 +121,10 @@ def encode(
     digest = _digest(corpus, vocabulary, tokenizer)
     folder = (cache or cache_folder()) / digest
     if not (folder / "tokenizer.json").exists():
-        _make(folder, corpus, vocabulary, tokenizer)
+        # Processes that start together wait for the first instead of all doing the same.
+        with files.locked(folder.with_name(f".{digest}.lock")):
+            if not (folder / "tokenizer.json").exists():
+                _make(folder, corpus, vocabulary, tokenizer)
     splits = {
         split: Tokens(
             np.load(folder / f"{split}.npy", mmap_mode="r", allow_pickle=False),
@@ -133,7 +137,6 @@ def encode(
 
 def _make(folder: Path, corpus: Corpus, vocabulary: int, given: Any) -> None:
     """Fill a folder beside its place and move it there, so that it is whole or absent."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         articles = {split: corpus.articles(split) for split in corpus.splits}
@@ -146,11 +149,7 @@ def _make(folder: Path, corpus: Corpus, vocabulary: int, given: Any) -> None:
             np.save(temporary / f"{split}.npy", tokens.ids)
             np.save(temporary / f"{split}_starts.npy", tokens.starts)
         bpe.save(str(temporary / "tokenizer.json"))
-        try:
-            temporary.rename(folder)
-        except OSError:  # another process was faster
-            if not (folder / "tokenizer.json").exists():
-                raise
+        temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
