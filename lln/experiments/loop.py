@@ -37,6 +37,7 @@ def train(
     *,
     progress: Progress | None = None,
     tensorboard: bool = True,
+    test: bool = False,
 ) -> Summary:
     """Train, or continue what an earlier call in the same folder has left.
 
@@ -44,6 +45,7 @@ def train(
         folder: Of the run: run.json, curve.jsonl, monitor.jsonl, tensorboard/, checkpoints/, best
             and last. None keeps nothing.
         progress: Shows how far it is; silent by default.
+        test: Evaluate on "test" too, once, with the last weights.
 
     Raises:
         ValueError: The folder holds another run.
@@ -66,7 +68,7 @@ def train(
     engine = Engine(accelerator, task.build(), task, config)
     run = _Run(task, config, folder, engine, progress or Silent(), tensorboard)
     with contextlib.closing(run):
-        return run.to_the_end()
+        return run.to_the_end(test=test)
 
 
 class _Run:
@@ -98,7 +100,7 @@ class _Run:
         if folder is not None and self.main:
             self.log = RunLog(folder, step=self.step, tensorboard=tensorboard)
 
-    def to_the_end(self) -> Summary:
+    def to_the_end(self, *, test: bool) -> Summary:
         """Run all updates that are left."""
         config = self.config
         self.progress.start(config, self.step)
@@ -116,8 +118,8 @@ class _Run:
             if due or last or self.stopped:
                 self._off_the_clock(self._save)
         if not self.metrics:  # it had ended before
-            self.metrics = self._measure()
-        return self._summary()
+            self.metrics = self._measure("valid")
+        return self._summary(self._measure("test") if test else {})
 
     def _update(self) -> None:
         every = self.config.monitor_every
@@ -184,11 +186,11 @@ class _Run:
         if not terms:
             self.diverged = self.stopped = True
 
-    def _measure(self) -> dict[str, float]:
-        return dict(self.engine.evaluate(self.task.evaluate, "valid"))
+    def _measure(self, split: str) -> dict[str, float]:
+        return dict(self.engine.evaluate(self.task.evaluate, split))
 
     def _evaluate(self) -> None:
-        self.metrics = self._measure()
+        self.metrics = self._measure("valid")
         value = self.metrics.get(self.task.metric, math.nan)
         sign = 1 if self.task.better == "higher" else -1
         if math.isfinite(value) and (self.best is None or sign * value > sign * self.best[0]):
@@ -268,13 +270,14 @@ class _Run:
             return None
         return self.counted * self.config.batch_size * self.task.tokens / self.seconds
 
-    def _summary(self) -> Summary:
+    def _summary(self, test: dict[str, float]) -> Summary:
         engine, cuda = self.engine, self.engine.device.type == "cuda"
         engine.wrapped.eval()
         return Summary(
             steps=self.step,
             resumed=self.resumed,
             metrics=self.metrics,
+            test=test,
             best=self.best,
             loss=self.loss,
             parameters=sum(parameter.numel() for parameter in engine.model.parameters()),

@@ -273,7 +273,14 @@ def run(
     started = time.perf_counter()
     corpus = data if isinstance(data, text.Corpus) else text.find(data, config.corpus)
     task = MLM(config, tokens.encode(corpus, config.vocabulary, tokenizer=tokenizer))
-    summary = train(task, config.train, folder, progress=progress, tensorboard=tensorboard)
+    summary = train(
+        task,
+        config.train,
+        folder,
+        progress=progress,
+        tensorboard=tensorboard,
+        test="test" in corpus.splits,
+    )
     metrics = {**summary.row(), "parameters_softmax": task.parameters_softmax}
     seen = summary.steps * config.train.batch_size * config.length
     row = runlog.result_row(

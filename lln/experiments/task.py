@@ -66,6 +66,7 @@ class Summary:
     Attributes:
         steps, resumed: Updates in all, and those of earlier calls.
         metrics: Of the last evaluation on "valid".
+        test: Those on "test" with the last weights, if that was asked for.
         best: Value of the task's metric in the best evaluation, and its step.
         seconds: Of training; evaluation, checkpoints and the first updates (compilation) not
             counted, the latter being ``first_seconds``.
@@ -76,6 +77,7 @@ class Summary:
     steps: int
     resumed: int
     metrics: dict[str, float]
+    test: dict[str, float]
     best: tuple[float, int] | None
     loss: float | None
     parameters: int
@@ -95,6 +97,7 @@ class Summary:
         return {
             **self.metrics,
             **best,
+            **{f"test_{name}": value for name, value in self.test.items()},
             "train_loss": self.loss,
             "steps": self.steps,
             "parameters": self.parameters,

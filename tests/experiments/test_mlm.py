@@ -34,6 +34,7 @@ def place(tmp_path_factory):
     whole = data.text()
     (folder / "small_train.txt").write_text(whole[:20_000])
     (folder / "small_valid.txt").write_text(whole[20_000:22_000])
+    (folder / "small_test.txt").write_text(whole[22_000:24_000])
     return folder
 
 
@@ -116,6 +117,9 @@ def test_a_run_says_all_that_a_row_needs(place, tmp_path):
     assert row["configuration"]["length"] == 32 and row["configuration"]["corpus"] == "small"
     assert row["tokens"] == 6 * 4 * 32 and row["commit"] and row["device"] and row["torch"]
     assert row["step_ms"] > 0 and row["tokens_per_second"] > 0
+    assert (
+        row["test_loss"] == pytest.approx(row["loss"], rel=0.1) and row["test_loss"] != row["loss"]
+    )
     measured = read_rows(tmp_path / "run" / "monitor.jsonl")
     assert {(line["step"], line["layer"], line["head"]) for line in measured} == {
         (step, layer, head) for step in (0, 2, 4) for layer in (0, 1) for head in (0, 1)

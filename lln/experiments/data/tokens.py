@@ -149,6 +149,7 @@ def _make(folder: Path, corpus: Corpus, vocabulary: int, given: Any) -> None:
             np.save(temporary / f"{split}.npy", tokens.ids)
             np.save(temporary / f"{split}_starts.npy", tokens.starts)
         bpe.save(str(temporary / "tokenizer.json"))
+        temporary.chmod(0o755)
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
