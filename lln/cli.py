@@ -182,6 +182,9 @@ def bench(
 def bench_gpu(
     out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
     quick: Annotated[bool, typer.Option("--quick", help="Two lengths only.")] = False,
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop after; what the targets are about comes first.")
+    ] = None,
 ) -> None:
     """Measure the kernels on a CUDA device.
 
@@ -190,7 +193,7 @@ def bench_gpu(
     """
     from lln.bench.gpu import run
 
-    run(out, quick=quick)
+    run(out, quick=quick, minutes=minutes)
 
 
 def _let_waiting_threads_sleep() -> None:

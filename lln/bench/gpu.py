@@ -8,6 +8,8 @@ n·u / bandwidth, with the copy bandwidth of the same run.
 from __future__ import annotations
 
 import gc
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +52,10 @@ class Timed:
 
 
 def gpu_cases(*, quick: bool = False) -> list[Timed]:
-    """65,536 tokens in sequences of every length, other widths and dtypes, and batch 1."""
+    """65,536 tokens in sequences of every length, other widths and dtypes, and batch 1.
+
+    What the targets are about comes first, for runs that are cut short.
+    """
     base = Case("bidirectional", "triton", 4096, H=12, D=64, dtype="bfloat16", device="cuda")
     lengths = (4096, 16_384) if quick else (512, 2048, 4096, 16_384, 65_536)
 
@@ -65,22 +70,20 @@ def gpu_cases(*, quick: bool = False) -> list[Timed]:
     ours = [case for op in ops for case in cases(op, "triton", lengths)]
     changes = ({"D": 128}, {"dtype": "float16"})
     other = [c for change in changes for op in ops for c in cases(op, "triton", (4096,), **change)]
-    rivals = cases("measured", "triton", (4096, 16_384))
-    rivals += cases("bidirectional", "cudnn", [n for n in lengths if n != 2048])
-    rivals += cases("bidirectional", "flash", (4096,)) + cases("causal", "flash", (4096,))
-    rivals += cases("causal", "cudnn", (4096, 16_384))
-    # Plain PyTorch reads sizes on the host, which a graph cannot capture.
-    plain = [Timed(case, EAGER) for op in ops[:2] for case in cases(op, "eager", (4096,))]
-    timed = [Timed(case, launch) for case in ours for launch in (GRAPH, SERIES)]
-    timed += [Timed(case, SERIES) for case in other]
-    timed += [Timed(case, GRAPH) for case in rivals] + plain
+    cudnn = cases("bidirectional", "cudnn", [n for n in lengths if n != 2048])
+    more = cases("measured", "triton", (4096, 16_384)) + cases("causal", "cudnn", (4096, 16_384))
+    more += cases("bidirectional", "flash", (4096,)) + cases("causal", "flash", (4096,))
     single = [
         Timed(replace(base, N=n, B=1, impl=impl), launch)
         for n in (512, 4096, 16_384)
         for impl in ("triton", "cudnn", "flash")
         for launch in (EAGER, GRAPH)
     ]
-    return timed + single
+    # Plain PyTorch reads sizes on the host, which a graph cannot capture.
+    plain = [Timed(case, EAGER) for op in ops[:2] for case in cases(op, "eager", (4096,))]
+    timed = [Timed(case, GRAPH) for case in ours + cudnn] + single
+    timed += [Timed(case, SERIES) for case in other] + [Timed(case, GRAPH) for case in more]
+    return timed + plain + [Timed(case, SERIES) for case in ours]
 
 
 def copy_bandwidth(gigabytes: float = 2.0) -> float:
@@ -215,8 +218,18 @@ def plots(rows: Sequence[sweep.Row]) -> dict[str, str]:
     }  # fmt: skip
 
 
-def run(folder: Path, *, quick: bool = False, console: Console | None = None) -> list[Path]:
-    """Check, measure, and write ``gpu_hardware_date`` as .json, .csv and two .svg."""
+def run(
+    folder: Path,
+    *,
+    quick: bool = False,
+    minutes: float | None = None,
+    console: Console | None = None,
+) -> list[Path]:
+    """Check, measure, and write ``gpu_hardware_date`` as .json, .csv and two .svg.
+
+    After ``minutes`` the cases that are left are named and left out.
+    """
+    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     console = console or Console()
     if not torch.cuda.is_available():
         console.print("no CUDA device: `lln bench` measures on the CPU")
@@ -227,12 +240,16 @@ def run(folder: Path, *, quick: bool = False, console: Console | None = None) ->
     console.print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     checked = check(timed.case for timed in cases)
     console.print(f"{checked} implementations agree with the float64 definition")
-    rows: list[sweep.Row] = []
+    rows = list(_extra(bandwidth))
+    few = len(rows)
     for row in measure(cases, bandwidth, lambda name: console.print(name, highlight=False)):
         rows.append(row)
         if len(rows) % 20 == 0:
             _save(rows, folder)
-    rows += _extra(bandwidth)
+        if time.monotonic() > end:
+            left = cases[len(rows) - few :]
+            console.print(f"{minutes:g} minutes are over, {len(left)} cases are not measured")
+            break
     console.print(table(rows))
     written = [_save(rows, folder)]
     written.append(files.write_text(written[0].with_suffix(".csv"), sweep.as_csv(rows)))
