@@ -45,6 +45,15 @@ def factors(q: Tensor) -> dict[str, Any]:
     return {"WIDE": tl.bfloat16, "TERMS": 2 if q.dtype == torch.float16 else 1}
 
 
+def carried_values(d: int, e: int) -> int:
+    """Columns of the carried mean: no fewer than its features, up to 64.
+
+    As the right operand of a dot in the loop, 64 features by 16 values came out wrong on an H200
+    (Triton 3.6), whatever the stages; 64 by 64 and 16 by 16 do not.
+    """
+    return max(padded(e), min(padded(d), 64))
+
+
 def empty_before(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Uninitialised states before the segments, the first of which is given: float32."""
     b, heads, tokens, d = q.shape
@@ -81,9 +90,9 @@ def causal(
             q, k, v, out, lse, key_mask, alpha, beta, before, *given,
             *strides(q), *strides(k), *strides(v), *strides(out), mask_stride(key_mask),
             *alpha.stride(), *beta.stride(), heads, heads // kv_heads, tokens, span,
-            D=d, E=e, BD=padded(d), BE=padded(e), ROWS=CHUNK, FULL=tokens % CHUNK == 0,
-            HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys, PRECISE=precise(q),
-            **factors(q), **t.options,
+            D=d, E=e, BD=padded(d), BE=carried_values(d, e), ROWS=CHUNK,
+            FULL=tokens % CHUNK == 0, HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys,
+            PRECISE=precise(q), **factors(q), **t.options,
         )  # fmt: skip
     return out, lse, before
 

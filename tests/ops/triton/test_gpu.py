@@ -69,7 +69,10 @@ def test_widths(width, values, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width, values", [(16, 16), (48, 80), (64, 64), (128, 64), (128, 128)])
+@pytest.mark.parametrize(
+    "width, values",
+    [(16, 16), (48, 16), (64, 32), (48, 80), (64, 64), (128, 64), (128, 128)],
+)
 @pytest.mark.parametrize("op", ["causal", "lln_diag"])
 def test_widths_of_the_other_ops(op, width, values, dtype, device):
     x = torch.empty(1, 1, 1, width, dtype=dtype, device=device)
