@@ -129,7 +129,7 @@ def mlm(
     ] = None,
     seed: Seed = None,
     throughput: Annotated[
-        bool, typer.Option("--throughput", help="Only time updates: ms, tokens/s, memory.")
+        bool, typer.Option("--throughput", help="Only time updates, on random ids.")
     ] = False,
 ) -> None:
     """Pre-train RoBERTa by masked language modelling.
@@ -171,7 +171,7 @@ def mlm(
         if throughput:
             from lln.experiments.runlog import append_row
 
-            row = task.throughput(config, data=data, tokenizer=tokenizer)
+            row = task.throughput(config)
             append_row(results, row)
             typer.echo(json.dumps({key: row[key] for key in row if key != "configuration"}))
             return

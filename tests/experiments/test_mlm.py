@@ -157,18 +157,18 @@ def test_half_precision_stays_close(place, tmp_path, precision):
             assert (other["loss_scale"] is not None) == (precision == "fp16")
 
 
-def test_throughput_is_a_row_of_its_own(place):
-    row = mlm.throughput(tiny(steps=3), data=place)
+def test_throughput_is_a_row_of_its_own():
+    row = mlm.throughput(tiny(steps=3))
     assert row["subject"] == "step" and row["step_ms"] > 0 and not row["out_of_memory"]
     assert row["tokens_per_second"] == pytest.approx(4 * 32 / row["step_ms"] * 1e3)
 
 
-def test_memory_that_runs_out_is_a_result(place, monkeypatch):
+def test_memory_that_runs_out_is_a_result(monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("no")
 
     monkeypatch.setattr(mlm, "train", full)
-    row = mlm.throughput(tiny(steps=3), data=place)
+    row = mlm.throughput(tiny(steps=3))
     assert row["out_of_memory"] and row["step_ms"] is None
 
 

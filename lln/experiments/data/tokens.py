@@ -57,6 +57,23 @@ class Encoded:
         return self.tokenizer.get_vocab_size()
 
 
+class _Size:
+    """In place of a tokenizer, where only the number of its ids matters."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+
+    def get_vocab_size(self) -> int:
+        return self.vocabulary
+
+
+def random_ids(vocabulary: int, count: int) -> Encoded:
+    """Ids that mean nothing, in one split: enough to time training, and nothing has to be read."""
+    ids = np.random.default_rng(0).integers(len(SPECIAL), vocabulary, count, dtype=np.uint16)
+    split = Tokens(ids, np.array([0, count], dtype=np.int64))
+    return Encoded("random ids", _Size(vocabulary), {"train": split}, f"random-{count}")
+
+
 def train_tokenizer(texts: Sequence[str], vocabulary: int) -> Any:
     """A byte-level BPE tokenizer with RoBERTa's special tokens, on all cores.
 

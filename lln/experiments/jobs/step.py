@@ -9,7 +9,6 @@ import torch
 
 from lln.experiments import mlm
 from lln.experiments.jobs import Key, Place, Spec
-from lln.experiments.jobs.mlm import encoded
 from lln.experiments.runlog import has_row
 
 
@@ -18,7 +17,7 @@ def keys(spec: Spec, place: Place) -> list[Key]:
     for config in _configs(spec):
         # How a step is launched does not change what it computes, but how long it takes.
         manner = {"compiled": config.train.compile, "recorded": config.train.graph}
-        settings = {**mlm.MLM(config, encoded(config, place)).settings, **manner}
+        settings = {**mlm.Timed(config).settings, **manner}
         found.append((config.train.digest(settings), config.train.seed))
     return found
 
@@ -27,7 +26,7 @@ def run(spec: Spec, place: Place) -> None:
     for config, (digest, seed) in zip(_configs(spec), keys(spec, place), strict=True):
         if has_row(place.results("step"), digest, seed):
             continue
-        row = mlm.throughput(config, data=place.data)
+        row = mlm.throughput(config)
         place.add("step", {**row, "digest": digest, "sdpa_backend": _backend(config)})
         gc.collect()
         if torch.cuda.is_available():
