@@ -4,6 +4,7 @@
 
 PYTHON ?= python3
 JOBS ?= 2
+GPU_JOBS ?= 8
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -48,8 +49,10 @@ test-shapes: install  ## the tests of ops and modules with every shape annotatio
 	  --ignore=tests/ops/triton tests/ops tests/nn/test_attention.py tests/nn/test_running.py \
 	  tests/nn/test_dropout.py
 
+# Most of the time is the compilation of kernels on the CPU: many processes share the device.
 test-gpu:  ## the tests that need a CUDA device
-	$(ANY_PYTHON) -m pytest -m gpu
+	OMP_NUM_THREADS=1 $(ANY_PYTHON) -m pytest -m gpu \
+	  $$($(ANY_PYTHON) -c 'import xdist' 2>/dev/null && printf %s '-n$(GPU_JOBS)')
 
 check: install  ## format, lint, types
 	$(BIN)/ruff format --check .
