@@ -10,10 +10,7 @@ from lln.experiments.loop import train
 from lln.instruments.rows import read_rows
 from tests.experiments.toy import Toy, toy_config
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 class OnDevice(Toy):

@@ -8,10 +8,7 @@ import torch
 from lln.instruments import MEASURES, entropy, fit_lognormal, measure, spectral_gap
 from tests.instruments.matrices import gaussian, softmax
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("tokens", [100, 1200])
