@@ -104,7 +104,7 @@ def line_plot(
 
 
 def _draw(axes, curve: Series, slot: int) -> None:
-    slot %= len(SERIES)
+    turn, slot = divmod(slot, len(SERIES))
     axes.errorbar(
         curve.x,
         curve.y,
@@ -112,7 +112,8 @@ def _draw(axes, curve: Series, slot: int) -> None:
         label=curve.label,
         color=SERIES[slot],
         marker=MARKERS[slot],
-        linestyle=DASHES[slot],
+        linestyle=DASHES[(slot + 2 * turn) % len(DASHES)],
+        markerfacecolor=PAPER if turn % 2 else SERIES[slot],  # hollow where colours come again
         markersize=4,
         linewidth=1.6,
         elinewidth=0.9,

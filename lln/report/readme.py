@@ -20,10 +20,25 @@ from lln.report.numbers import three_digits
 Row = Mapping[str, Any]
 
 
-def latest(results: Path, subject: str) -> dict[str, Any] | None:
+def newest(results: Path, subject: str) -> Path | None:
     """The newest ``subject_hardware_date.json``, or None if there is none."""
     found = sorted(results.glob(f"{subject}_*.json"), key=lambda path: path.stem.split("_")[-1])
-    return json.loads(found[-1].read_text(encoding="utf-8")) if found else None
+    return found[-1] if found else None
+
+
+def latest(results: Path, subject: str) -> dict[str, Any] | None:
+    """Its content."""
+    path = newest(results, subject)
+    return None if path is None else json.loads(path.read_text(encoding="utf-8"))
+
+
+def picture(results: Path, subject: str, words: str, ending: str = "") -> str:
+    """The plot that was saved beside the rows, as a paragraph of its own; nothing without one."""
+    path = newest(results, subject)
+    drawing = None if path is None else path.with_name(f"{path.stem}{ending}.svg")
+    if drawing is None or not drawing.exists():
+        return ""
+    return f"![{words}]({results.name}/{drawing.name})\n\n"
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -76,7 +91,8 @@ def speed(results: Path) -> str:
         f"N^{growth['time']:.2f}{memory} between N = {growth['from']:,} and {growth['to']:,}. "
         f"({first['configuration']}; {origin(first)}, {content['date']})"
     )
-    return f"{markdown_table(names, lines)}\n\n{words}"
+    drawn = picture(results, "attention", "Time of a forward pass on a CPU against N")
+    return f"{drawn}{markdown_table(names, lines)}\n\n{words}"
 
 
 def gpu(results: Path) -> str:
@@ -136,7 +152,8 @@ def gpu(results: Path) -> str:
         "the share of the memory-bandwidth floor, the time a copy of the bytes that must move "
         f"would take. ({origin(first)}, triton {first['triton']}, {content['date']})"
     )
-    return f"{markdown_table(names, lines)}\n\n{words}"
+    drawn = picture(results, "gpu", "Time on a GPU against N", "_time")
+    return f"{drawn}{markdown_table(names, lines)}\n\n{words}"
 
 
 def concentration(results: Path) -> str:
