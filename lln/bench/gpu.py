@@ -7,11 +7,14 @@ n·u / bandwidth, with the copy bandwidth of the same run.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from rich.table import Table
 from lln import files
 from lln.bench import machine, sweep
 from lln.bench.cases import ALPHA, FORWARD, TRAINING, Case, call, inputs
-from lln.bench.check import check
+from lln.bench.check import LENGTH, check
 from lln.report.figures import Axis, Series, line_plot
 
 # Tensors of [B, H, N, D] that must be read or written: (forward, forward and backward).
@@ -37,6 +40,7 @@ EAGER, GRAPH, SERIES = "eager", "graph", "series"
 CALLS = {GRAPH: 1, SERIES: 10}
 CONTEXTS = (1, 1024, 16_384, 65_536)
 QUANTILES = (0.2, 0.5, 0.8)
+MOST_PROCESSES = 12  # that compile at once
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,25 @@ def gpu_cases(*, quick: bool = False) -> list[Timed]:
     timed = [Timed(case, GRAPH) for case in ours + cudnn] + single
     timed += [Timed(case, SERIES) for case in other] + [Timed(case, GRAPH) for case in more]
     return timed + plain + [Timed(case, SERIES) for case in ours]
+
+
+def compile_ahead(cases: Sequence[Case], processes: int) -> None:
+    """Run every case once in several processes: compiling takes most of a first run.
+
+    What they compile lies in Triton's cache. What cannot run is left to :func:`measure`, which says
+    why.
+    """
+    ours = dict.fromkeys(case for case in cases if case.impl == "triton")
+    small = dict.fromkeys(replace(case, N=LENGTH, H=2, B=2) for case in ours)
+    groups = [g for i in range(processes) if (g := [*small, *ours][i::processes])]
+    with get_context("spawn").Pool(max(1, len(groups))) as pool:
+        pool.map(_run_once, groups)
+
+
+def _run_once(cases: Sequence[Case]) -> None:
+    for case in cases:
+        with contextlib.suppress(Exception):
+            call(case, inputs(case))()
 
 
 def copy_bandwidth(gigabytes: float = 2.0) -> float:
@@ -236,6 +259,8 @@ def run(
         raise SystemExit(1)
     gc.freeze()  # every capture collects garbage: what is here by now is none
     cases = gpu_cases(quick=quick)
+    console.print("compiling")
+    compile_ahead([timed.case for timed in cases], min(MOST_PROCESSES, os.cpu_count() or 1))
     bandwidth = copy_bandwidth()
     console.print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     checked = check(timed.case for timed in cases)

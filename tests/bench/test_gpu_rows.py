@@ -62,3 +62,9 @@ def test_a_series_of_calls_runs_them_all():
     counter.zero_()
     replay()
     assert counter.item() == 10
+
+
+@pytest.mark.slow
+def test_compiling_ahead_survives_what_cannot_run():
+    """Without a GPU no case can run; with one the cache is filled. Neither raises."""
+    gpu.compile_ahead([timed.case for timed in gpu.gpu_cases(quick=True)][:4], processes=2)
