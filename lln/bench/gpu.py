@@ -24,6 +24,7 @@ from rich.table import Table
 
 from lln import files
 from lln.bench import machine, sweep
+from lln.bench.capture import captured
 from lln.bench.cases import ALPHA, FORWARD, TRAINING, Case, call, inputs
 from lln.bench.check import LENGTH, check
 from lln.report.figures import Axis, Series, line_plot
@@ -124,21 +125,6 @@ def time_gpu(run: Callable[[], object], *, budget_ms: int = 60) -> list[float]:
     times = do_bench(run, warmup=15, rep=budget_ms, quantiles=list(QUANTILES))
     assert isinstance(times, list)
     return times
-
-
-def captured(run: Callable[[], object], calls: int = 1) -> Callable[[], None]:
-    """The same work, ``calls`` times, as a CUDA graph: without Python between the launches."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            run()
-    return graph.replay
 
 
 def time_launch(run: Callable[[], object], launch: str) -> list[float]:

@@ -1,8 +1,9 @@
 """``lln bench zoo``: time, memory and their growth with N for every mechanism, in one run.
 
-A layer is measured as :func:`lln.create` makes it, with the defaults of its method. On a GPU
-everything but SDPA and our kernels computes its attention in float32 (TF32 products allowed), as it
-would in training; the projections run in bfloat16.
+A layer is measured as :func:`lln.create` makes it, with the defaults of its method. On a GPU calls
+are replayed from CUDA graphs where they can be recorded (``launch``), and everything but SDPA and
+our kernels computes its attention in float32 (TF32 products allowed), as it would in training; the
+projections run in bfloat16.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rich.table import Table
 
 from lln import files
 from lln.bench import machine, sweep
+from lln.bench.capture import captured, free_generator
 from lln.bench.cases import FORWARD, TRAINING
 from lln.bench.check import CheckFailed
 from lln.bench.layers import OURS, SEED, LayerCase, call, check, layer_cases
@@ -127,7 +129,8 @@ def measure(
     for case in cases:
         (watch or (lambda _: None))(case.name)
         error = ""
-        numbers: sweep.Row = dict.fromkeys(("ms_p20", "ms_p50", "ms_p80", "samples", "peak_mb"))
+        numbers: sweep.Row = {"launch": "eager"}
+        numbers |= dict.fromkeys(("ms_p20", "ms_p50", "ms_p80", "samples", "peak_mb"))
         try:
             if on_gpu:
                 numbers |= _measure_gpu(case)
@@ -144,18 +147,26 @@ def measure(
         yield {**case.row(), **numbers, **origin}
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
+def _rounded(value: float | str | None) -> float | str | None:
+    return round(value, 4) if isinstance(value, float) else value
 
 
 def _measure_gpu(case: LayerCase) -> sweep.Row:
-    from lln.bench.gpu import peak_megabytes, time_gpu
+    from lln.bench.gpu import EAGER, GRAPH, peak_megabytes, time_gpu
 
     timed = call(case)
     timed()  # compiles and tunes, before memory is looked at
     peak = peak_megabytes(timed)
+    launch = GRAPH
+    try:
+        timed = captured(timed)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # it waits for the device
+        free_generator()
+        launch = EAGER
     p20, p50, p80 = time_gpu(timed, budget_ms=GPU_MILLISECONDS)
-    return {"ms_p20": p20, "ms_p50": p50, "ms_p80": p80, "peak_mb": peak}
+    return {"launch": launch, "ms_p20": p20, "ms_p50": p50, "ms_p80": p80, "peak_mb": peak}
 
 
 def tables(rows: Sequence[sweep.Row], growth: Sequence[sweep.Row]) -> Iterator[Table]:

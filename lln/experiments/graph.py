@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lln.bench.capture import free_generator
+
 Batch = Mapping[str, Tensor]
 Key = tuple[tuple[str, torch.Size, torch.dtype], ...]
 ORDINARY_FIRST = 3  # updates of a shape before it is recorded: they compile, tune and allocate
@@ -81,9 +83,8 @@ class Graphs:
                 result = self.update(own)
         except RuntimeError as error:
             self.usable = False
-            torch.cuda.synchronize()
+            free_generator()
             self.forget()
-            _free_the_generator()
             reason = str(error).strip().splitlines()[0]
             warnings.warn(
                 f"this update cannot be recorded as a CUDA graph ({reason}); going on without, "
@@ -92,10 +93,3 @@ class Graphs:
             )
             return None
         return _Recorded(graph, own, result)
-
-
-def _free_the_generator() -> None:
-    """A recording that was broken off leaves the generator of dropout waiting for its end."""
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    fresh = torch.Generator(device="cuda").manual_seed(generator.initial_seed())
-    generator.graphsafe_set_state(fresh.graphsafe_get_state())

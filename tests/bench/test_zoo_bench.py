@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lln
-from lln.bench import layers, zoo
+from lln.bench import gpu, layers, zoo
 from lln.bench.cases import FORWARD, TRAINING, powers
 from lln.bench.check import CheckFailed
 from lln.bench.layers import LayerCase
@@ -118,6 +118,21 @@ def test_what_does_not_fit_says_so(monkeypatch):
     monkeypatch.setattr(zoo, "peaks", lambda cases, server: iter([1.0]))
     (row,) = zoo.measure([LayerCase("elu", "eager", 64)])
     assert row["error"] == "out of memory" and row["ms_p50"] is None
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_calls_that_cannot_be_recorded_are_launched(monkeypatch, records):
+    def captured(run):
+        if not records:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return run
+
+    monkeypatch.setattr(zoo, "captured", captured)
+    monkeypatch.setattr(zoo, "free_generator", lambda: None)
+    monkeypatch.setattr(gpu, "peak_megabytes", lambda run: 1.0)
+    monkeypatch.setattr(gpu, "time_gpu", lambda run, budget_ms: [1.0, 2.0, 3.0])
+    row = zoo._measure_gpu(LayerCase("elu", "eager", 64, H=1, D=8))
+    assert row["launch"] == ("graph" if records else "eager") and row["ms_p50"] == 2.0
 
 
 def test_the_table_shows_fitted_powers():
