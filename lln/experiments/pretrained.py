@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lln.experiments import gated
+from lln.experiments import gated, softmax
 from lln.experiments.seeds import seeded
 
 
@@ -67,7 +67,11 @@ class Pretrained:
 
         from lln import hf
 
-        load = partial(AutoModelForSequenceClassification.from_pretrained, dtype=torch.float32)
+        load = partial(
+            AutoModelForSequenceClassification.from_pretrained,
+            dtype=torch.float32,
+            attn_implementation=softmax.implementation(self.attention[0]),
+        )
         if self._config().get("lln"):
             load = partial(hf.load, auto_class=AutoModelForSequenceClassification)
         if "lln_gated" in self._config():

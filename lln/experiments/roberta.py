@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lln.experiments import gated
+from lln.experiments import gated, softmax
 from lln.experiments.data import tokens
 from lln.experiments.seeds import seeded
 
 if TYPE_CHECKING:
     from lln.experiments.mlm import MLMConfig
 
-# "softmax" is torch's SDPA without transformers' mask: while a step is compiled or recorded that is
-# built even where nothing is masked, and keeps SDPA from its fast kernels.
-SOFTMAX = {"softmax": "softmax", "softmax_eager": "eager"}
 BLOCKS = {"lln_diag": "diag_block", "block_diag": "block"}
 
 
@@ -27,8 +24,7 @@ def build_model(config: MLMConfig, vocabulary: int) -> tuple[Any, int]:
     import lln.hf
 
     attention = config.train.attention
-    if attention in SOFTMAX and config.train.options:
-        raise ValueError(f"options={dict(config.train.options)}: {attention!r} has none")
+    softmax.check_options(attention, dict(config.train.options))
     sizes = RobertaConfig(
         vocab_size=vocabulary,
         hidden_size=config.width,
@@ -45,14 +41,13 @@ def build_model(config: MLMConfig, vocabulary: int) -> tuple[Any, int]:
         eos_token_id=tokens.END,
         architectures=["RobertaForMaskedLM"],
     )
-    lln.hf.register()
-    sizes._attn_implementation = SOFTMAX.get(attention, "sdpa")
+    sizes._attn_implementation = softmax.implementation(attention)
     with seeded(config.train.seed, "weights"):
         model = RobertaForMaskedLM(sizes)
         count = sum(parameter.numel() for parameter in model.parameters())
         if gated.is_gated(attention):
             gated.replace_layers(model, attention, **config.train.options)
-        elif attention not in SOFTMAX:
+        elif attention not in softmax.NAMES:
             block = {BLOCKS[attention]: config.block} if attention in BLOCKS else {}
             lln.hf.replace(model, attention, quiet=True, **{**block, **config.train.options})
     return model, count

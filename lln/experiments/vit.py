@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lln.experiments import runlog
+from lln.experiments import runlog, softmax
 from lln.experiments.changes import changed
 from lln.experiments.classify import Classification, curves, tested
 from lln.experiments.config import TrainConfig
@@ -25,7 +25,6 @@ from lln.experiments.progress import Progress
 from lln.experiments.seeds import seeded
 from lln.instruments.rows import Row
 
-SOFTMAX = {"softmax": "sdpa", "softmax_eager": "eager"}
 EVALUATION_ROWS = 500
 # For a few hundred tokens, where the defaults of the zoo are made for longer inputs; the rank is
 # that of the authors' example. --option replaces them all.
@@ -219,8 +218,7 @@ def build_model(config: ViTRun, pictures: images.Images) -> Any:
     import lln.hf
 
     attention, options = config.train.attention, dict(config.train.options)
-    if attention in SOFTMAX and options:
-        raise ValueError(f"options={options}: {attention!r} has none")
+    softmax.check_options(attention, options)
     side, channels = pictures.pixels.shape[1], pictures.pixels.shape[3]
     sizes = ViTConfig(
         image_size=side,
@@ -237,12 +235,12 @@ def build_model(config: ViTRun, pictures: images.Images) -> Any:
         label2id={word: index for index, word in enumerate(pictures.classes)},
         architectures=["ViTForImageClassification"],
     )
-    sizes._attn_implementation = SOFTMAX.get(attention, "sdpa")
+    sizes._attn_implementation = softmax.implementation(attention)
     with seeded(config.train.seed, "weights"):
         model = ViTForImageClassification(sizes)
         for embedding in (model.vit.embeddings.position_embeddings, model.vit.embeddings.cls_token):
             nn.init.normal_(embedding, std=config.position_std)
-        if attention not in SOFTMAX:
+        if attention not in softmax.NAMES:
             length = (side // config.patch) ** 2 + 1
             lln.hf.replace(model, attention, quiet=True, max_length=length, **options)
     return model

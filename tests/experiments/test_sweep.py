@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import lln
 from lln.cli import app
-from lln.experiments import glue, jobs, mlm, roberta, sweep
+from lln.experiments import glue, jobs, mlm, softmax, sweep
 from lln.experiments.jobs import Place
 from lln.experiments.jobs import glue as glue_job
 from lln.experiments.runlog import append_row
@@ -96,7 +96,7 @@ def test_the_sweeps_of_the_project_are_complete(path):
         elif spec["run"] in ("mlm", "step"):
             config = mlm.configure(**{name: own[name] for name in own if name != "lengths"})
             name, options = config.train.attention, config.train.options
-            assert name in roberta.SOFTMAX or set(options) <= set(lln.describe(name).defaults)
+            assert name in softmax.NAMES or set(options) <= set(lln.describe(name).defaults)
         else:
             assert spec["run"] in jobs.KINDS
 

@@ -1,0 +1,48 @@
+"""Softmax in models of transformers: SDPA without a mask that hides nothing, same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lln.experiments import mlm, roberta, softmax
+
+
+@pytest.fixture
+def model():
+    config = mlm.configure("roberta-tiny", attention="softmax", options={})
+    return roberta.build_model(config, 300)[0].eval()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_numbers_are_those_of_transformers(model, masked):
+    ids = torch.randint(5, 300, (2, 20))
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, 12:] = 0
+    given = {"attention_mask": mask} if masked else {}
+    ours = model.roberta(ids, **given)[0]
+    model.set_attn_implementation("sdpa")
+    theirs = model.roberta(ids, **given)[0]
+    torch.testing.assert_close(ours[mask.bool()], theirs[mask.bool()])
+
+
+def test_no_mask_is_built_while_a_step_is_compiled(model, monkeypatch):
+    """transformers 5.17 builds one of N x N there."""
+    seen = []
+    attend = F.scaled_dot_product_attention
+
+    def spy(*tensors, **options):
+        seen.append(options.get("attn_mask"))
+        return attend(*tensors, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr("transformers.masking_utils.is_tracing", lambda *_: True)
+    model.roberta(torch.randint(5, 300, (2, 20)))
+    assert seen == [None, None]
+
+
+def test_options_are_refused():
+    with pytest.raises(ValueError, match="'softmax' has none"):
+        softmax.check_options("softmax", {"method": "paper"})
+    softmax.check_options("lln", {"method": "paper"})
