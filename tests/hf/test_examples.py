@@ -5,6 +5,8 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -12,12 +14,14 @@ def run(name: str, **arguments):
     return runpy.run_path(str(EXAMPLES / name))["main"](**arguments)
 
 
+@pytest.mark.slow
 def test_encoder(capsys):
     losses = run("huggingface_encoder.py", steps=20)
     assert losses["lln_diag"] < 4 and losses["softmax"] < 4  # chance is ln 65 = 4.17
     assert "loaded model equal: True" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_decoder(capsys):
     losses = run("huggingface_decoder.py", steps=20)
     assert losses["fine-tuned"] < losses["replaced"] < 4.5

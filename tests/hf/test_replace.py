@@ -222,6 +222,7 @@ def test_gradient_checkpointing_changes_no_gradient(family):
             torch.testing.assert_close(again, plain)
 
 
+@pytest.mark.slow
 def test_compiled_without_a_graph_break():
     model = make("llama")
     lln.hf.replace(model, "lln_diag", diag_block=4, alpha=2, beta=2, quiet=True)

@@ -88,6 +88,7 @@ def test_half_precision_inputs_get_float32_scales():
     assert alpha.dtype == beta.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_compile_keeps_one_graph():
     torch.compiler.reset()
 

@@ -279,8 +279,11 @@ def test_bad_inputs_are_refused():
     "options",
     [
         {"diag_block": 8, "mix": "learned", "learn_scale": True},
-        {"statistics": "running", "dropout": 0.1},
-        {"statistics": "running", "causal": True, "diag_block": 8, "diag_dropout": 0.5},
+        pytest.param({"statistics": "running", "dropout": 0.1}, marks=pytest.mark.slow),
+        pytest.param(
+            {"statistics": "running", "causal": True, "diag_block": 8, "diag_dropout": 0.5},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_compiles_to_one_graph(options):

@@ -327,6 +327,7 @@ def test_autocast_matches_full_precision(options):
     assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
 
 
+@pytest.mark.slow
 def test_compiles_to_one_graph():
     torch.manual_seed(0)
     torch._dynamo.reset()
