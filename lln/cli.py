@@ -245,6 +245,22 @@ def verify() -> None:
         raise typer.Exit(1)
 
 
+@bench_app.command("monitor")
+def bench_monitor(
+    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    steps: Annotated[int, typer.Option(min=3, help="Of each kind.")] = 30,
+) -> None:
+    """Measure what the monitor adds to training.
+
+    Ordinary and watched steps of a small RoBERTa in turn; the share of the time that watching takes
+    at the default rate.
+    """
+    from lln.bench.monitor import run
+
+    run(out, device=device, steps=steps)
+
+
 @bench_app.command("zoo")
 def bench_zoo(
     out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),

@@ -41,6 +41,7 @@ EAGER, GRAPH, SERIES = "eager", "graph", "series"
 CALLS = {GRAPH: 1, SERIES: 10}
 CONTEXTS = (1, 1024, 16_384, 65_536)
 QUANTILES = (0.2, 0.5, 0.8)
+CONFIGURATION = f"seed=0 alpha=beta={ALPHA:g} repeat_ms=60, cache cleared before every call"
 MOST_PROCESSES = 12  # that compile at once
 
 
@@ -148,7 +149,7 @@ def measure(
     cases: Sequence[Timed], bandwidth: float, watch: Callable[[str], None]
 ) -> Iterator[sweep.Row]:
     """A finished row per case; what cannot run gives a row that says why."""
-    facts = machine.facts("cuda")
+    facts = {**machine.facts("cuda"), "configuration": CONFIGURATION}
     for timed in cases:
         case = timed.case
         watch(f"{case.name} B={case.B} {timed.launch}")
@@ -281,6 +282,7 @@ def _save(rows: Sequence[sweep.Row], folder: Path) -> Path:
 def _extra(bandwidth: float) -> Iterator[sweep.Row]:
     """The two ops that are not an attention call: the statistics, and one step of decoding."""
     facts = {"copy_tb_s": round(bandwidth / 1e12, 3), **machine.facts("cuda")}
+    facts["configuration"] = CONFIGURATION
     for launch in (GRAPH, SERIES):
         yield {**_statistics_row(launch, bandwidth), **facts}
     for context in CONTEXTS:

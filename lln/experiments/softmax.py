@@ -1,7 +1,7 @@
 """Softmax attention in models of transformers, on its fast kernels.
 
 While a step is compiled or recorded transformers (5.17) builds a mask even if nothing is masked,
-and SDPA with a mask takes slow kernels: 12 instead of 9 ms a step of a small RoBERTa. The
+and SDPA with a mask takes slow kernels that store it. The
 implementation that :func:`lln.hf.register` adds calls SDPA without one, or with a row per sample.
 """
 
