@@ -25,6 +25,8 @@ from lln.experiments.roberta import build_model, fast_tokenizer
 from lln.experiments.seeds import derived_seed
 from lln.instruments.rows import Row
 
+POSITIONS = ("normal", "sinusoid")
+
 
 @dataclass(frozen=True)
 class MLMConfig:
@@ -39,6 +41,9 @@ class MLMConfig:
         corpus: What names of files begin with, where the data folder has several corpora.
         dropout: Of embeddings and layers; attention has none, whatever the mechanism.
         deviation: Standard deviation of fresh weights.
+        positions: What the learned embeddings of positions start from: "normal" draws them as
+            RoBERTa does, "sinusoid" takes sines and cosines of the same size, which put neighbours
+            side by side from the first step on.
     """
 
     recipe: str
@@ -52,8 +57,15 @@ class MLMConfig:
     batches: str = "packed"
     dropout: float = 0.0
     deviation: float = 0.02
+    positions: str = "normal"
     corpus: str | None = None
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        if self.positions not in POSITIONS:
+            raise ValueError(
+                f"positions={self.positions!r} is unknown; choose from {', '.join(POSITIONS)}"
+            )
 
     def settings(self) -> dict[str, Any]:
         """What a row says beside the fields of ``train``."""

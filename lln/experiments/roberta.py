@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
 
 from lln.experiments import gated, softmax
 from lln.experiments.data import tokens
@@ -44,6 +48,8 @@ def build_model(config: MLMConfig, vocabulary: int) -> tuple[Any, int]:
     sizes._attn_implementation = softmax.implementation(attention)
     with seeded(config.train.seed, "weights"):
         model = RobertaForMaskedLM(sizes)
+        if config.positions == "sinusoid":
+            start_from_sinusoids(model.roberta.embeddings.position_embeddings, config.deviation)
         count = sum(parameter.numel() for parameter in model.parameters())
         if gated.is_gated(attention):
             gated.replace_layers(model, attention, **config.train.options)
@@ -51,6 +57,22 @@ def build_model(config: MLMConfig, vocabulary: int) -> tuple[Any, int]:
             block = {BLOCKS[attention]: config.block} if attention in BLOCKS else {}
             lln.hf.replace(model, attention, quiet=True, **{**block, **config.train.options})
     return model, count
+
+
+@torch.no_grad()
+def start_from_sinusoids(positions: nn.Embedding, deviation: float) -> None:
+    """Fill embeddings of positions with sines and cosines whose mean square is ``deviation``².
+
+    Wavelengths rise from 2π to 10,000 · 2π (Vaswani et al. 2017, Sec. 3.5). RoBERTa counts from
+    the row after that of padding, which stays as it is.
+    """
+    rows, width = positions.weight.shape
+    first = tokens.PAD + 1
+    angle = torch.arange(rows - first, dtype=torch.float64)[:, None] * torch.exp(
+        -math.log(10_000.0) * torch.arange(0, width, 2, dtype=torch.float64) / width
+    )
+    waves = torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1)[:, :width]
+    positions.weight[first:] = (math.sqrt(2.0) * deviation * waves).to(positions.weight)
 
 
 def fast_tokenizer(tokenizer: Any, length: int) -> Any:
