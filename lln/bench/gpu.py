@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from multiprocessing import TimeoutError, get_context
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ CALLS = {GRAPH: 1, SERIES: 10}
 CONTEXTS = (1, 1024, 16_384, 65_536)
 QUANTILES = (0.2, 0.5, 0.8)
 CONFIGURATION = f"seed=0 alpha=beta={ALPHA:g} repeat_ms=60, cache cleared before every call"
-MOST_PROCESSES = 12  # that compile at once
+MOST_PROCESSES, MOST_SECONDS = 12, 75  # that compile at once, and how long they are waited for
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def compile_ahead(cases: Sequence[Case], processes: int) -> None:
     ours = dict.fromkeys(case for case in cases if case.impl == "triton")
     small = dict.fromkeys(replace(case, N=LENGTH, H=2, B=2) for case in ours)
     groups = [g for i in range(processes) if (g := [*small, *ours][i::processes])]
-    with get_context("spawn").Pool(max(1, len(groups))) as pool:
-        pool.map(_run_once, groups)
+    with get_context("spawn").Pool(max(1, len(groups))) as pool, contextlib.suppress(TimeoutError):
+        pool.map_async(_run_once, groups).get(MOST_SECONDS)  # a process that dies never answers
 
 
 def _run_once(cases: Sequence[Case]) -> None:
