@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -20,10 +23,28 @@ def captured(run: Callable[[], object], calls: int = 1) -> Callable[[], None]:
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with recording(graph):
         for _ in range(calls):
             run()
     return graph.replay
+
+
+@contextlib.contextmanager
+def recording(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
+    """``torch.cuda.graph`` during which Python collects no garbage.
+
+    An earlier graph that is collected meanwhile is destroyed, which the device does not permit and
+    which breaks the recording off. What is garbage already is collected before.
+    """
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, **options):
+            yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def free_generator() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lln.bench.capture import free_generator
+from lln.bench.capture import free_generator, recording
 
 Batch = Mapping[str, Tensor]
 Key = tuple[tuple[str, torch.Size, torch.dtype], ...]
@@ -79,7 +79,7 @@ class Graphs:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with recording(graph, capture_error_mode="thread_local"):
                 result = self.update(own)
         except RuntimeError as error:
             self.usable = False

@@ -71,6 +71,11 @@ def test_half_precision_has_its_loss_scale(place, tmp_path):
     assert all(row["loss_scale"] >= 1 for row in half if row["kind"] == "train")
 
 
+def test_products_are_exact_again_after_a_run_of_half_precision(place, tmp_path):
+    run(place, tmp_path / "bf16", precision="bf16")
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 def test_an_interrupted_run_continues(place, tmp_path):
     whole = run(place, tmp_path / "whole", graph=True)
     run(place, tmp_path / "cut", graph=True)

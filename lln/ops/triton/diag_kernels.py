@@ -20,6 +20,7 @@ from lln.ops.triton.features import (
     as_float,
     dot,
     dot_add,
+    dot_scores,
     identity,
     jit,
     load_tile,
@@ -162,7 +163,7 @@ def diag_kernel(
             keep = tl.load(MASK + start + rows, mask=rows < end - start, other=0) != 0
             k = tl.where(keep[:, None], k, 0.0)
             v = tl.where(keep[:, None], v, 0.0)
-        s = dot(q, tl.trans(k)) * (scale * LOG2E)
+        s = dot_scores(q, tl.trans(k)) * (scale * LOG2E)
         if HAS_MASK or CAUSAL or not FULL or BLOCK < STEP:
             seen = visible_in_blocks(MASK, start, end, rows, BLOCK, STEP, HAS_MASK, CAUSAL)
             s = tl.where(seen, s, float("-inf"))
@@ -245,7 +246,7 @@ def query_gradients(
         # factors go where they are multiply-adds: this kernel is bound by its instructions
         dq = p * (g * (alpha * weight) - (delta * alpha * weight)[:, None])
     lse = LSE + (kept * tokens if LINEAR else 0)
-    s = dot(q, tl.trans(k)) * (scale * LOG2E)
+    s = dot_scores(q, tl.trans(k)) * (scale * LOG2E)
     r = tl.exp2(minus_lse(s, lse, tokens, start, end, rows, extra, PRECISE))
     if MASKED:
         r = tl.where(seen, r, 0.0)

@@ -55,6 +55,15 @@ def dot_add(a, b, total):
 
 
 @jit
+def dot_scores(a, b):
+    """a @ b of queries and keys whose result is an exponent: its absolute error counts.
+
+    Three TF32 terms lose two bits of float32 that decide between large scores.
+    """
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@jit
 def dot_factors(a, b, WIDE: tl.constexpr, TERMS: tl.constexpr):
     """a @ b of exponential factors in WIDE, which has the exponents of float32.
 
