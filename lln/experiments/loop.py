@@ -28,6 +28,7 @@ from lln.experiments.engine import Engine, make_accelerator
 from lln.experiments.progress import Progress, Silent
 from lln.experiments.runlog import RunLog
 from lln.experiments.task import Summary, Task
+from lln.experiments.turn import wait_for_turn
 from lln.instruments.monitor import DEFAULT_MEASURES, monitor
 
 
@@ -101,7 +102,8 @@ class _Run:
         self.metrics: dict[str, float] = {}
         self.loss: float | None = None
         self.diverged = self.stopped = False
-        self.seconds = self.first_seconds = 0.0
+        self.seconds = self.first_seconds = self.waited = 0.0
+        self.has_turn = False
         self.counted, self.untimed = 0, engine.untimed  # updates `seconds` is about, and not
         self.mark = time.perf_counter()
         self.main = engine.rank == 0
@@ -134,6 +136,8 @@ class _Run:
         return self._summary(self._measure("test") if test else {})
 
     def _update(self) -> None:
+        if self.untimed == 0 and not self.has_turn:
+            self._off_the_clock(self._wait_for_turn)
         every = self.config.monitor_every
         if every and self.step % every == 0:
             self._off_the_clock(self._measured_update)
@@ -142,6 +146,10 @@ class _Run:
             self._count()
         self.step += 1
         self.progress.at(self.step)
+
+    def _wait_for_turn(self) -> None:
+        """In a sweep, what is timed may have to wait until others are done."""
+        self.waited, self.has_turn = wait_for_turn(), True
 
     def _count(self) -> None:
         """Time all updates but the first of this process, which compile, allocate and record."""
@@ -295,6 +303,7 @@ class _Run:
             parameters=sum(parameter.numel() for parameter in engine.model.parameters()),
             seconds=self.seconds,
             first_seconds=self.first_seconds,
+            waited_seconds=self.waited,
             step_ms=1e3 * self.seconds / self.counted if self.counted else None,
             tokens_per_second=self._tokens_per_second(),
             peak_mb=torch.cuda.max_memory_allocated() / 2**20 if cuda else None,

@@ -310,7 +310,7 @@ def run(
         config.train,
         task.settings,
         {**metrics, "tokens": seen},
-        seconds=time.perf_counter() - started,
+        seconds=time.perf_counter() - started - summary.waited_seconds,
         device=summary.device,
     )
     if results is not None and os.environ.get("RANK", "0") == "0":

@@ -8,6 +8,11 @@
 or a list of runs. ``slots`` of a run says how many of the places of ``--jobs`` it takes. A run that
 has its row is skipped. What is pre-trained stays in the scratch folder until all that follows has
 its rows, and an interrupted pre-training continues.
+
+The speed of a run with ``"timed": true`` is reported, so nothing else is trained while it is being
+timed. What comes next is started ahead all the same: the next timed run imports, reads, builds and
+compiles, and stops before its first update that is timed; what follows the running one imports its
+packages. Then what follows goes first, and the next timed run when nothing else is left to run.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,9 +33,10 @@ from typing import Any
 from lln.experiments import jobs
 from lln.experiments.jobs import Key, Place, Spec
 from lln.experiments.runlog import has_row
+from lln.experiments.turn import TURN, Gate, can_wait
 from lln.instruments.rows import read_rows
 
-OF_THE_SWEEP = ("run", "slots", "then")  # the rest are fields of the run
+OF_THE_SWEEP = ("run", "slots", "timed", "then")  # the rest are fields of the run
 POLL_SECONDS = 0.2
 SETS = ("base", "grid", "runs", "then")
 
@@ -69,7 +75,13 @@ def expand(content: Any) -> list[Spec]:
 
 @dataclass
 class Job:
-    """A run, what names its rows, and what must have run before it."""
+    """A run, what names its rows, and what must have run before it.
+
+    Attributes:
+        timed: It takes all places, and may be started ahead of its turn.
+        state: "waiting", "ahead" (its process waits for its turn), "running", "done", "failed" or
+            "skipped".
+    """
 
     kind: str
     spec: Spec
@@ -78,7 +90,8 @@ class Job:
     place: Place
     before: Job | None = None
     after: list[Job] = field(default_factory=list)
-    state: str = "waiting"  # running, done, failed
+    timed: bool = False
+    state: str = "waiting"
 
     @property
     def label(self) -> str:
@@ -126,7 +139,8 @@ def _job(spec: Spec, data: Path | None, out: Path, scratch: Path, before: Job | 
     folder = scratch / f"{kind}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
     place = Place(data, out, folder, before and before.place.folder)
     keys = _keys(kind, own, place, before)
-    return Job(kind, own, max(1, int(spec.get("slots", 1))), keys, place, before)
+    slots, timed = max(1, int(spec.get("slots", 1))), bool(spec.get("timed", False))
+    return Job(kind, own, slots, keys, place, before, timed=timed)
 
 
 def _keys(kind: str, spec: Spec, place: Place, before: Job | None) -> list[Key]:
@@ -147,6 +161,16 @@ class Outcome:
     skipped: list[str]
     failed: list[str]
     left: list[str]
+
+
+@dataclass(eq=False)
+class _Process:
+    """Of a job; its gate is closed as long as the job was only started ahead."""
+
+    job: Job
+    popen: subprocess.Popen
+    since: float
+    gate: Gate | None
 
 
 class Sweep:
@@ -170,7 +194,7 @@ class Sweep:
         self.jobs, self.slots, self.say = list(plan), max(1, slots), say
         self.started = time.monotonic()
         self.end = None if minutes is None else self.started + 60 * minutes
-        self.running: dict[subprocess.Popen, tuple[Job, float]] = {}
+        self.processes: list[_Process] = []
         self.late: set[str] = set()
 
     def run(self) -> Outcome:
@@ -180,14 +204,16 @@ class Sweep:
             while True:
                 self._collect()
                 self._start_what_fits()
-                if not self.running:
+                self._start_what_follows_ahead()
+                if not self.processes:
                     break
                 if self._left() is not None and self._left() <= 0:  # type: ignore[operator]
-                    self.say(f"time is up: {len(self.running)} runs are stopped")
+                    running = sum(job.state == "running" for job in self.jobs)
+                    self.say(f"time is up: {running} runs are stopped")
                     break
                 time.sleep(POLL_SECONDS)
         finally:
-            self._stop()
+            self._stop(self.processes)
         states = {
             state: [job.label for job in self.jobs if job.state == state]
             for state in ("done", "failed", "waiting")
@@ -209,52 +235,95 @@ class Sweep:
 
     def _start_what_fits(self) -> None:
         """Followers first: what they wait for takes room on the disk."""
-        waiting = [job for job in self.jobs if job.state == "waiting"]
+        waiting = [job for job in self.jobs if job.state in ("waiting", "ahead")]
         ready = [job for job in waiting if job.before is None or job.before.state == "done"]
         for job in sorted(ready, key=lambda job: job.before is None):
-            used = sum(other.slots for other, _ in self.running.values())
-            free = self.slots - used
-            if min(job.slots, self.slots) > free:
+            used = sum(self._places(other) for other in self._running())
+            if self._places(job) > self.slots - used:
                 if job.before is None:
+                    self._start_next_ahead(job)
                     break  # keep the order, or a wide run would wait for ever
                 continue
-            left, known = self._left(), known_seconds(job)
-            if left is not None and (left <= 0 or (known is not None and known > left)):
-                if job.label not in self.late:
-                    self.late.add(job.label)
-                    self.say(f"not started, {left:.0f} s are left: {job.label}")
-                continue
-            self._start(job)
+            if not self._too_late(job):
+                self._go(job)
 
-    def _start(self, job: Job) -> None:
-        job.place.folder.mkdir(parents=True, exist_ok=True)
-        threads = max(1, (os.cpu_count() or 1) // self.slots)
-        environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
-        with (job.place.folder / "log.txt").open("ab") as log:
-            process = subprocess.Popen(
-                job.command(), stdout=log, stderr=subprocess.STDOUT, env=environment
-            )
-        self.running[process] = job, time.monotonic()
+    def _running(self) -> Iterator[Job]:
+        return (job for job in self.jobs if job.state == "running")
+
+    def _places(self, job: Job) -> int:
+        return self.slots if job.timed else min(job.slots, self.slots)
+
+    def _too_late(self, job: Job) -> bool:
+        left, known = self._left(), known_seconds(job)
+        if left is None or (left > 0 and (known is None or known <= left)):
+            return False
+        if job.label not in self.late:
+            self.late.add(job.label)
+            self.say(f"not started, {left:.0f} s are left: {job.label}")
+        self._stop([process for process in self.processes if process.job is job])
+        return True
+
+    def _start_next_ahead(self, job: Job) -> None:
+        """One at a time; not beside another kind, whose few updates compiling might disturb."""
+        ahead = any(other.state == "ahead" and other.before is None for other in self.jobs)
+        alike = all(other.kind == job.kind for other in self._running() if other.timed)
+        if job.timed and alike and not ahead and can_wait() and not self._too_late(job):
+            self._start(job, ahead=True)
+
+    def _start_what_follows_ahead(self) -> None:
+        """Of a timed run that is running, as many as will find a place."""
+        if can_wait():
+            for job in [job for job in self._running() if job.timed]:
+                for follower in job.after[: self.slots]:
+                    if follower.state == "waiting":
+                        self._start(follower, ahead=True)
+
+    def _go(self, job: Job) -> None:
+        """Let a job run, whose process may be there already."""
+        for process in self.processes:
+            if process.job is job and process.gate is not None:
+                process.gate.open()
+                process.gate, process.since = None, time.monotonic()
+                break
+        else:
+            self._start(job, ahead=False)
         job.state = "running"
         self.say(f"started: {job.label}")
 
+    def _start(self, job: Job, *, ahead: bool) -> None:
+        job.place.folder.mkdir(parents=True, exist_ok=True)
+        threads = max(1, (os.cpu_count() or 1) // self.slots)
+        environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+        gate = Gate(job.place.folder / "turn") if ahead else None
+        if gate is not None:
+            environment[TURN] = str(gate.path)
+            job.state = "ahead"
+        with (job.place.folder / "log.txt").open("ab") as log:
+            popen = subprocess.Popen(
+                job.command(), stdout=log, stderr=subprocess.STDOUT, env=environment
+            )
+        self.processes.append(_Process(job, popen, time.monotonic(), gate))
+
     def _collect(self) -> None:
-        for process, (job, since) in list(self.running.items()):
-            if process.poll() is None:
-                continue
-            del self.running[process]
-            seconds = time.monotonic() - since
-            good = process.returncode == 0 and job.has_rows()
-            job.state = "done" if good else "failed"
-            self.say(f"{job.state} in {seconds:.0f} s: {job.label}")
-            if not good:
-                self._explain(job)
-            self._tidy(job.before or job)
+        for process in list(self.processes):
+            if process.popen.poll() is not None and process in self.processes:
+                self.processes.remove(process)
+                self._finish(process)
+
+    def _finish(self, process: _Process) -> None:
+        job, seconds = process.job, time.monotonic() - process.since
+        good = process.popen.returncode == 0 and job.has_rows()
+        job.state = "done" if good else "failed"
+        self.say(f"{job.state} in {seconds:.0f} s: {job.label}")
+        if not good:
+            self._explain(job)
+        self._tidy(job.before or job)
 
     def _explain(self, job: Job) -> None:
         lines = (job.place.folder / "log.txt").read_text(errors="replace").splitlines()
         for line in lines[-5:]:
             self.say(f"    {line}")
+        self._stop([process for process in self.processes if process.job.before is job])
         for follower in job.after:
             follower.state = "failed"
 
@@ -267,17 +336,21 @@ class Sweep:
             for each in (job, *job.after):
                 shutil.rmtree(each.place.folder, ignore_errors=True)
 
-    def _stop(self) -> None:
-        for process, (job, _) in self.running.items():
-            process.terminate()
-            job.state = "waiting"
-        for process in self.running:
+    def _stop(self, processes: Iterable[_Process]) -> None:
+        """End processes, whose jobs then wait again."""
+        stopped = list(processes)
+        for process in stopped:
+            process.popen.terminate()
+            process.job.state = "waiting"
+        for process in stopped:
             try:
-                process.wait(timeout=20)
+                process.popen.wait(timeout=20)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self.running.clear()
+                process.popen.kill()
+                process.popen.wait()
+            if process.gate is not None:
+                process.gate.open()
+            self.processes.remove(process)
 
 
 def known_seconds(job: Job) -> float | None:

@@ -70,6 +70,7 @@ class Summary:
         best: Value of the task's metric in the best evaluation, and its step.
         seconds: Of training; evaluation, checkpoints and the first updates (compilation) not
             counted, the latter being ``first_seconds``.
+        waited_seconds: For the turn of this run in a sweep; part of nothing else.
         diverged: Whether it was given up because losses were NaN or infinite.
         model: Trained, on its device, in evaluation mode.
     """
@@ -83,6 +84,7 @@ class Summary:
     parameters: int
     seconds: float
     first_seconds: float
+    waited_seconds: float
     step_ms: float | None
     tokens_per_second: float | None
     peak_mb: float | None

@@ -13,6 +13,12 @@ from lln.experiments.data.glue import find
 from lln.experiments.jobs import Key, Place, Spec
 from lln.experiments.pretrained import Pretrained
 from lln.experiments.runlog import has_row
+from lln.experiments.turn import wait_for_turn
+
+PACKAGES = (
+    *("accelerate", "lln.hf", "scipy.stats", "sklearn.metrics", "tokenizers"),
+    "transformers.models.roberta.modeling_roberta",
+)
 
 
 def keys(spec: Spec, place: Place, pretrained: Pretrained | None = None) -> list[Key]:
@@ -24,6 +30,7 @@ def keys(spec: Spec, place: Place, pretrained: Pretrained | None = None) -> list
 
 
 def run(spec: Spec, place: Place) -> None:
+    wait_for_turn(*PACKAGES)  # the checkpoint is not there before
     source = _source(spec, place)
     for config, (digest, seed) in zip(_configs(spec), keys(spec, place), strict=True):
         if has_row(place.results("glue"), digest, seed):

@@ -16,6 +16,7 @@ from lln.experiments import lra
 from lln.experiments.data.lra import LRAData
 from lln.experiments.jobs import Key, Place, Spec
 from lln.experiments.runlog import has_row
+from lln.experiments.turn import wait_for_turn
 
 
 def keys(spec: Spec, place: Place) -> list[Key]:
@@ -32,6 +33,7 @@ def run(spec: Spec, place: Place) -> None:
         arrays = _arrays(config, place)
         place.add("lra", lra.run(config, arrays, folder=place.folder, tensorboard=False))
         return
+    wait_for_turn("accelerate")  # a few updates are soon disturbed by those of another process
     for config, key in zip(configs(spec), keys(spec, place), strict=True):
         if not has_row(place.results("lra"), *key):
             place.add("lra", lra.throughput(config, _arrays(config, place)))

@@ -10,6 +10,7 @@ import torch
 from lln.experiments import mlm
 from lln.experiments.jobs import Key, Place, Spec
 from lln.experiments.runlog import has_row
+from lln.experiments.turn import wait_for_turn
 
 
 def keys(spec: Spec, place: Place) -> list[Key]:
@@ -23,6 +24,8 @@ def keys(spec: Spec, place: Place) -> list[Key]:
 
 
 def run(spec: Spec, place: Place) -> None:
+    # A few updates are soon disturbed: nothing of this process runs on the GPU before its turn.
+    wait_for_turn("accelerate", "lln.hf", "transformers.models.roberta.modeling_roberta")
     for config, (digest, seed) in zip(_configs(spec), keys(spec, place), strict=True):
         if has_row(place.results("step"), digest, seed):
             continue

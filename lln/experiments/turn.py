@@ -1,0 +1,55 @@
+"""Whose turn it is: a process may prepare itself long before it may go on.
+
+    gate = Gate(path)          in the sweep, which starts a process with LLN_TURN=path
+    wait_for_turn()            in that process, before it would disturb others
+    gate.open()                in the sweep: the process goes on
+
+The gate is a lock that the sweep holds, so that it also opens when the sweep ends, however that may
+be, and nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import time
+from pathlib import Path
+
+from lln import files
+
+TURN = "LLN_TURN"  # the file of the gate; not set: there is nothing to wait for
+
+
+def wait_for_turn(*modules: str) -> float:
+    """Wait until the gate of this process opens, once; the seconds that this took.
+
+    Args:
+        modules: Imported before, if there is a gate, as that takes a while and disturbs nobody.
+    """
+    path = os.environ.pop(TURN, None)
+    if path is None:
+        return 0.0
+    for name in modules:
+        with contextlib.suppress(ImportError):  # who needs it will say so
+            importlib.import_module(name)
+    since = time.perf_counter()
+    with files.locked(path):
+        return time.perf_counter() - since
+
+
+class Gate:
+    """Keeps one process waiting until it is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._closed = contextlib.ExitStack()
+        self._closed.enter_context(files.locked(path))
+
+    def open(self) -> None:
+        self._closed.close()
+
+
+def can_wait() -> bool:
+    """Whether there are such locks here: not on Windows."""
+    return os.name == "posix"
