@@ -196,6 +196,39 @@ def bench_gpu(
     run(out, quick=quick, minutes=minutes)
 
 
+@bench_app.command("resources")
+def bench_resources(
+    arch: Annotated[int, typer.Option(help="80, 90 or 100: A100, H200, B200.")] = 90,
+    op: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
+    width: Annotated[list[int] | None, typer.Option(help="64, 128 or 256; repeatable.")] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="bfloat16, float16 or float32; repeatable.")
+    ] = None,
+    masked: Annotated[
+        bool, typer.Option("--masked", help="With key masks and lengths that no tile divides.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder that also keeps the rows.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes that compile; default one per core.")
+    ] = None,
+) -> None:
+    """Compile the kernels and show what they occupy; needs no GPU.
+
+    Registers, spilled bytes and shared memory of every kernel, and how many of its programs run on
+    a multiprocessor at a time. Exits with 1 if a kernel does not fit.
+    """
+    from lln.bench.offline import CannotCompile
+    from lln.bench.resources import run
+
+    chosen = {"ops": op, "widths": width, "dtypes": dtype, "masked": masked}
+    try:
+        run(arch=arch, folder=out, jobs=jobs, **chosen)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    except CannotCompile as error:
+        raise SystemExit(f"lln bench resources: {error}") from None
+
+
 def _let_waiting_threads_sleep() -> None:
     """Before torch loads: OpenMP threads that spin at barriers ruin times on a busy machine."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

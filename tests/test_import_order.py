@@ -93,6 +93,7 @@ EXTRAS_AT_THE_TOP = {
     "bench/cpu.py": {"rich"},
     "bench/gpu.py": {"rich"},
     "bench/monitor.py": {"rich"},
+    "bench/resources.py": {"rich"},
     "bench/zoo.py": {"rich"},
     "demo/run.py": {"rich"},
     "inspection/run.py": {"rich"},
