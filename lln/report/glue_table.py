@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lln.report.results import (
+    SETTING,
     Mean,
     Row,
     best_rates,
@@ -15,6 +16,7 @@ from lln.report.results import (
     options,
     origin,
     origin_text,
+    setting,
 )
 from lln.report.tables import Table
 
@@ -28,7 +30,6 @@ TASKS = {
     "cola": "CoLA",
     "stsb": "STS-B",
 }
-SCALE = ("recipe", "layers", "width", "heads", "length", "steps", "batch_size", "corpus")
 METRICS = (
     "Per cent: accuracy (MNLI matched, QNLI, QQP, SST-2, RTE), mean of accuracy and F1 (MRPC), "
     "Matthews correlation (CoLA), mean of Pearson and Spearman correlation (STS-B); "
@@ -48,17 +49,17 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     scales = grouped(tuned, lambda row: _scale(row["configuration"].get("pretrained") or {}))
     losses = grouped(trained, lambda row: _scale(row["configuration"]))
     return [
-        _table(dict(zip(SCALE, scale, strict=True)), scales[scale], losses.get(scale, []))
+        _table(dict(zip(SETTING, scale, strict=True)), scales[scale], losses.get(scale, []))
         for scale in sorted(scales, key=_size, reverse=True)
     ]
 
 
 def _scale(configuration: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(configuration.get(name) for name in SCALE)
+    return tuple(setting(configuration).values())
 
 
 def _size(scale: tuple[Any, ...]) -> tuple[int, ...]:
-    known = dict(zip(SCALE, scale, strict=True))
+    known = dict(zip(SETTING, scale, strict=True))
     return tuple(known[name] or 0 for name in ("width", "layers", "steps", "length"))
 
 

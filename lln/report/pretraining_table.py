@@ -16,12 +16,13 @@ from lln.report.results import (
     options,
     origin,
     origin_text,
+    setting,
 )
 from lln.report.tables import Table
 
-SCALE = (
-    *("recipe", "layers", "width", "heads", "length", "batches", "steps", "batch_size"),
-    *("corpus", "precision", "device"),
+SINUSOIDS = (
+    "The learned embeddings of positions start from sines and cosines, for all alike: from random "
+    "ones softmax is still at the plateau of its start after 66M tokens (docs/guide/training.md)."
 )
 
 
@@ -34,7 +35,7 @@ def tables(rows: Sequence[Row], curves: Sequence[Row] = ()) -> list[Table]:
 
 
 def _scale(row: Row) -> tuple[Any, ...]:
-    return tuple({**row["configuration"], "device": row["device"]}.get(name) for name in SCALE)
+    return (*setting(row["configuration"]).values(), row["device"])
 
 
 def _size(rows: list[Row]) -> tuple[int, ...]:
@@ -63,6 +64,7 @@ def _table(rows: list[Row], curves: Sequence[Row]) -> Table:
         f"N = {first['length']:,}, {amount:,.0f}M tokens of {first['corpus']}, {first['precision']}"
     )
     notes = [
+        *([SINUSOIDS] if first.get("positions") == "sinusoid" else []),
         "Loss: of validation, nats per hidden token; at equal tokens all runs are at their end, at "
         f"equal time after the {seconds:,.0f} s that the fastest run trained.",
         f"Learning rates tried, the best by this loss shown: {', '.join(f'{x:g}' for x in tried)}.",

@@ -35,6 +35,18 @@ ORDER = (
     *("linformer", "skyformer", "block_diag", "lln", "lln_diag"),
 )
 
+# What two pre-trainings must share to be compared or averaged, beside mechanism, rate and seed.
+SETTING = (
+    *("recipe", "layers", "width", "heads", "length", "batches", "steps", "batch_size"),
+    *("corpus", "tokens_digest", "precision", "dropout", "deviation", "positions"),
+)
+OLDER = {"positions": "normal"}  # of rows written before there was a choice
+
+
+def setting(configuration: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of :data:`SETTING` of a pre-training."""
+    return {name: configuration.get(name, OLDER.get(name)) for name in SETTING}
+
 
 def read(folder: Path, subject: str | None = None) -> list[Row]:
     """The rows of all ``*.jsonl`` files of a folder; of rows with one digest and seed the last.

@@ -37,7 +37,7 @@ def _table(rows: list[Row]) -> Table:
         f"{'replayed from CUDA graphs' if first.get('graph') else 'launched kernel by kernel'}"
     )
     notes = [
-        "A step is forward, backward and update of masked language modelling on real text; memory "
+        "A step is forward, backward and update of masked language modelling on random ids; memory "
         "is the peak that torch allocated; OOM: out of memory.",
         origin_text(rows),
     ]

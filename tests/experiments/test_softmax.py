@@ -9,20 +9,26 @@ import torch.nn.functional as F
 from lln.experiments import mlm, roberta, softmax
 
 
-@pytest.fixture
-def model():
-    config = mlm.configure("roberta-tiny", attention="softmax", options={})
+def built(attention: str):
+    config = mlm.configure("roberta-tiny", attention=attention, options={})
     return roberta.build_model(config, 300)[0].eval()
 
 
+@pytest.fixture
+def model():
+    return built("softmax")
+
+
 @pytest.mark.parametrize("masked", [False, True])
-def test_numbers_are_those_of_transformers(model, masked):
+@pytest.mark.parametrize("attention, known", [("softmax", "sdpa"), ("softmax_eager", "eager")])
+def test_numbers_are_those_of_transformers(attention, known, masked):
+    model = built(attention)
     ids = torch.randint(5, 300, (2, 20))
     mask = torch.ones(2, 20, dtype=torch.long)
     mask[1, 12:] = 0
     given = {"attention_mask": mask} if masked else {}
     ours = model.roberta(ids, **given)[0]
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(known)
     theirs = model.roberta(ids, **given)[0]
     torch.testing.assert_close(ours[mask.bool()], theirs[mask.bool()])
 
@@ -40,6 +46,12 @@ def test_no_mask_is_built_while_a_step_is_compiled(model, monkeypatch):
     monkeypatch.setattr("transformers.masking_utils.is_tracing", lambda *_: True)
     model.roberta(torch.randint(5, 300, (2, 20)))
     assert seen == [None, None]
+
+
+def test_the_matrix_refuses_a_mask_per_pair():
+    x = torch.randn(1, 1, 4, 8)
+    with pytest.raises(ValueError, match=r"attention_mask \[1, 1, 4, 4\].*use 'softmax'"):
+        softmax.matrix_attention(torch.nn.Module(), x, x, x, torch.ones(1, 1, 4, 4))
 
 
 def test_options_are_refused():

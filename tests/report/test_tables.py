@@ -109,6 +109,24 @@ def test_the_best_learning_rate_of_a_pretraining_counts(tmp_path):
     assert by_name(table)["LLN"]["RTE"] == "70.0" and by_name(table)["LLN"]["MLM loss"] == "3.000"
 
 
+def test_runs_of_other_settings_are_no_seeds_of_each_other(tmp_path):
+    """Rows that do not say how positions started are older than the choice."""
+    rows = [
+        mlm("softmax", 6.5),
+        mlm("softmax", 6.7, positions="normal", seed=1),
+        mlm("softmax", 3.5, positions="sinusoid"),
+        mlm("softmax", 5.0, positions="sinusoid", deviation=0.04),
+        glue("softmax", "sst2", 0.9, positions="sinusoid"),
+        glue("softmax", "sst2", 0.8),
+    ]
+    write(tmp_path, rows)
+    found = [by_name(table)["Softmax"] for table in tables.make("1", tmp_path)]
+    assert {(line["MLM loss"], line["SST-2"]) for line in found} == {
+        ("3.500", "90.0"),
+        ("6.600 ± 0.100", "80.0"),
+    }
+
+
 def test_table_2_has_memory_time_and_ratios(tmp_path):
     rows = [
         *(step("softmax", n, ms, backend="flash") for n, ms in ((512, 40.0), (16384, 900.0))),
