@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from lln.experiments import jobs
+from lln.experiments.estimate import known_seconds
 from lln.experiments.jobs import Key, Place, Spec
 from lln.experiments.runlog import has_row
 from lln.experiments.turn import TURN, Gate, can_wait
-from lln.instruments.rows import read_rows
 
 OF_THE_SWEEP = ("run", "slots", "timed", "then")  # the rest are fields of the run
 POLL_SECONDS = 0.2
@@ -254,7 +254,8 @@ class Sweep:
         return self.slots if job.timed else min(job.slots, self.slots)
 
     def _too_late(self, job: Job) -> bool:
-        left, known = self._left(), known_seconds(job)
+        left, results = self._left(), job.place.results(job.kind)
+        known = known_seconds(job.spec, job.keys, results)
         if left is None or (left > 0 and (known is None or known <= left)):
             return False
         if job.label not in self.late:
@@ -351,21 +352,3 @@ class Sweep:
             if process.gate is not None:
                 process.gate.open()
             self.processes.remove(process)
-
-
-def known_seconds(job: Job) -> float | None:
-    """How long it will take, from the slowest run like it: same kind, recipe or task, and size."""
-    path = job.place.results(job.kind)
-    if not path.exists():
-        return None
-    alike = ("recipe", "task", "steps", "epochs", "length")
-    wanted = {name: job.spec[name] for name in alike if name in job.spec}
-    took = [
-        row["seconds"]
-        for row in read_rows(path)
-        if all(
-            row["configuration"].get(name) in (value if isinstance(value, list) else [value])
-            for name, value in wanted.items()
-        )
-    ]
-    return len(job.keys) * max(took) if took else None
