@@ -142,7 +142,12 @@ def _decode(case: ResourceCase, length: int) -> Launched:
 def _statistics(case: ResourceCase, length: int) -> Launched:
     q, k, _ = case.tokens(1, HEADS, length)
     masks = {name: case.mask(1, length) for name in ("key_mask", "query_mask")}
-    return kernels.standard_deviations(q, k, **masks), []
+    sigmas = kernels.standard_deviations(q, k, **masks)
+    alike = {"floors": (0.0, 0.0, 1.0)}
+    kernels.match(*sigmas, None, known=(1.0, 0.0), **alike)
+    for root in (False, True):
+        kernels.match(*sigmas, None, known=(1.0,) * 6, coefficients=(1.0,) * 23, root=root, **alike)
+    return sigmas, []
 
 
 OPS: dict[str, Callable[[ResourceCase, int], Launched]] = {

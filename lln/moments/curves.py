@@ -73,6 +73,12 @@ class Curve(NamedTuple):
         value = self.shape.start(inside) * _chebyshev(self.coefficients, z).exp()
         return value * (1 + (y - inside) * (self.end_slope / self.shape.top))
 
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """What :func:`lln.ops.triton.matching.match` knows of it, beside the coefficients."""
+        limit, _, stretch, bound, top = self.shape
+        return limit, stretch, 1 / bound, top, 2 / self.end, self.end_slope / top
+
 
 def shape(method: str, head_dim: float, normalize_keys: bool) -> Shape:
     """The known part of a curve; ``head_dim`` need not be an integer."""

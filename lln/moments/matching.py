@@ -6,13 +6,14 @@ import math
 import operator
 from collections.abc import Mapping
 from numbers import Real
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from lln.moments.curves import METHODS, constant_under_compile, curve
 from lln.moments.line import PAPER, MomentFit
+from lln.ops import triton
 from lln.ops.arguments import check_floating
 from lln.protocols import compute_dtype
 
@@ -83,7 +84,8 @@ def match_moments(
 
     Numerics: σ is clamped from below at 1e-4, so that constant inputs give finite scales. As
     σ_q, σ_k → 0, "variance" and "entropy" tend to σ̃² = 2D σ_q²σ_k² and alpha = √D σ_k, while a
-    line keeps σ̃² ≥ −b/a and sends alpha to infinity.
+    line keeps σ̃² ≥ −b/a and sends alpha to infinity. On a GPU float32 deviations of one shape are
+    matched by one kernel.
 
     Example:
         >>> match_moments(1.0, 1.0, 64)                         # (2.1354..., 2.1354...)
@@ -106,8 +108,36 @@ def match_moments(
         else torch.full((), value, dtype=wide, device=device)
         for name, value in given.items()
     }
-    alpha, beta = _match(values, head_dim, method, normalize_keys)
+    in_one = _one_launch(values) and not torch.compiler.is_compiling()
+    matched = _match_in_one_launch if in_one else _match
+    alpha, beta = matched(values, head_dim, method, normalize_keys)
     return alpha.to(dtype), beta.to(dtype)
+
+
+def _one_launch(values: Mapping[str, Tensor]) -> bool:
+    """Whether the kernel takes them; a compiler makes one launch of the formula by itself."""
+    first = values["sigma_q"]
+    alike = all(
+        x.dtype == torch.float32 and x.shape == first.shape and x.is_contiguous()
+        for x in values.values()
+    )
+    constant = not any(x.requires_grad for x in values.values())
+    return alike and constant and triton.refuses_device(first) is None
+
+
+def _match_in_one_launch(
+    values: Mapping[str, Tensor], head_dim: int, method: str | MomentFit, normalize_keys: bool
+) -> tuple[Tensor, Tensor]:
+    line = PAPER if method == "paper" else method
+    options: dict[str, Any] = {"floors": (SIGMA_FLOOR, _VARIANCE_FLOOR, _VARIANCE_CEILING)}
+    if isinstance(line, MomentFit):
+        options["known"] = (line.a, line.b)
+    else:
+        found = curve(line, head_dim, normalize_keys)
+        options |= {"known": found.numbers, "coefficients": found.coefficients}
+        options["root"] = found.shape.power != 1
+    sigmas = values["sigma_q"], values["sigma_k"]
+    return triton.match(*sigmas, values.get("score_variance"), **options)
 
 
 @constant_under_compile

@@ -1,8 +1,8 @@
 """Triton kernels; importing this package does not import triton, calling an op does.
 
-Same op names as :mod:`lln.ops`, plus ``standard_deviations``. Each op is registered with
-``torch.library``: torch.compile keeps it whole, CUDA graphs capture it, and the same input gives
-bit-identical outputs and gradients on every run.
+Same op names as :mod:`lln.ops`, plus ``standard_deviations`` and ``match``. Each op is registered
+with ``torch.library``: torch.compile keeps it whole, CUDA graphs capture it, and the same input
+gives bit-identical outputs and gradients on every run.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _MODULES = {
     "causal": "_causal",
     "lln_diag": "_lln_diag",
     "decode": "_decode",
+    "match": "matching",
     "summarize": "state",
     "read": "state",
     "standard_deviations": "statistics",
@@ -46,15 +47,22 @@ def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def refuses_device(x: torch.Tensor) -> str | None:
+    """Why no kernel can be launched on the device of a tensor, or None."""
+    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the tensors are on {x.device.type}; move them to a CUDA device"
+    if not _installed():
+        return "triton is not installed; pip install 'lln-attention[triton]'"
+    return None
+
+
 def refuses(call: Call) -> str | None:
     """Why these tensors cannot be taken, or None."""
     q, v = call.q, call.v
     if call.op not in _MODULES:
         return f"there is no kernel for {call.op}"
-    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"the tensors are on {q.device.type}; move them to a CUDA device"
-    if not _installed():
-        return "triton is not installed; pip install 'lln-attention[triton]'"
+    if (reason := refuses_device(q)) is not None:
+        return reason
     if q.dtype not in (*HALF, torch.float32):
         return f"q is {q.dtype}; the kernels take float16, bfloat16 and float32"
     if call.op != "read" and not q.dtype == call.k.dtype == v.dtype:

@@ -13,6 +13,7 @@ from lln.ops.triton import (
     _decode,
     _lln_diag,
     _varlen,
+    matching,
     state,
     statistics,
 )
@@ -42,7 +43,11 @@ def arguments(name: str, device: str) -> tuple:
         "varlen": (*packed, cu, cu, alpha, beta, None, False),
         "decode": (*step, *(x.detach() for x in (log_mass, mean, alpha, beta)), None, False),
         "standard_deviations": (q.detach(), k.detach(), mask, None),
-    }[name]
+        "match": (
+            *(torch.rand(2, 3, device=device) for _ in range(2)), None, [1e-4, 1e-16, 1e30],
+            [0.2, -0.5], [0.0, 0.0], False,
+        ),
+    }[name]  # fmt: skip
 
 
 OPS = {
@@ -55,6 +60,7 @@ OPS = {
     "varlen": _varlen._forward,
     "decode": _decode._decode,
     "standard_deviations": statistics._deviations,
+    "match": matching._match,
 }
 
 
