@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lln.experiments.config import TrainConfig
 from lln.experiments.graph import ORDINARY_FIRST, Graphs
-from lln.experiments.seeds import derived_seed
+from lln.experiments.seeds import derived_seed, seed_everything
 
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 USE_FSDP = "ACCELERATE_USE_FSDP"
@@ -141,7 +141,7 @@ class Engine:
         """
         config = self.config
         self._set_rate(config.rate(step))
-        torch.manual_seed(derived_seed(config.seed, "step", step, self.rank))  # dropout
+        seed_everything(derived_seed(config.seed, "step", step, self.rank), self.device)  # dropout
         if not self.wrapped.training:
             self.wrapped.train()
         batches = [self._rows(step, turn) for turn in range(config.accumulation)]

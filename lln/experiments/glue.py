@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lln.experiments import metrics
 from lln.experiments.config import TrainConfig
 from lln.experiments.data import glue as data
-from lln.experiments.data.pairs import Encoded, batches, bucket, encode
+from lln.experiments.data.pairs import Encoded, batches, bucket, encode, in_order
 from lln.experiments.engine import AUTOCAST
 from lln.experiments.loop import Summary, Task, train
 from lln.experiments.pretrained import Pretrained
@@ -30,7 +30,7 @@ from lln.experiments.progress import Progress
 from lln.experiments.runlog import append_row, result_row
 from lln.instruments.rows import Row
 
-EVALUATION_ROWS = 256
+EVALUATION_TOKENS = 65_536  # of a batch
 PROTOCOL = (
     "learning rate and epoch chosen on a part of train that was held out; reported on dev, once"
 )
@@ -104,8 +104,7 @@ class Finetuning(Task):
         self.config, self.pretrained, self.settings = config, pretrained, settings
         self.glue = data.find_task(config.task)
         self.splits = dict(splits)
-        self.lengths = splits["train"].lengths  # stays on the CPU: it decides shapes
-        self.order: tuple[int, Tensor] | None = None
+        self.epoch: tuple[int, Tensor, list[int]] | None = None
         self.kept: tuple[float, dict[str, Tensor]] | None = None
 
     def prepare(self, device: torch.device) -> None:
@@ -116,13 +115,19 @@ class Finetuning(Task):
         return self.pretrained.classifier(self.glue.classes, config.seed, dropout=config.dropout)
 
     def batch(self, step: int, rows: slice) -> Mapping[str, Tensor]:
-        size, seed = self.config.batch_size, self.config.seed
-        epoch, inside = divmod(step, len(self.lengths) // size)
-        if self.order is None or self.order[0] != epoch:
-            self.order = epoch, batches(self.lengths, batch_size=size, seed=seed, epoch=epoch)
-        index = self.order[1][inside]
-        longest = int(self.lengths[index].max())
-        return self.splits["train"].rows(index[rows], bucket(longest, self.config.max_length))
+        epoch, inside = divmod(step, len(self.splits["train"]) // self.config.batch_size)
+        if self.epoch is None or self.epoch[0] != epoch:
+            self.epoch = epoch, *self._batches(epoch)
+        _, index, sizes = self.epoch
+        return self.splits["train"].rows(index[inside, rows], sizes[inside])
+
+    def _batches(self, epoch: int) -> tuple[Tensor, list[int]]:
+        """The examples of all batches, put onto the device at once, and the length of each."""
+        config, examples = self.config, self.splits["train"]
+        lengths = examples.lengths
+        index = batches(lengths, batch_size=config.batch_size, seed=config.seed, epoch=epoch)
+        longest = lengths[index].amax(1).tolist()
+        return index.to(examples.ids.device), [bucket(x, config.max_length) for x in longest]
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         total = _loss(_outputs(model, batch), batch["labels"])
@@ -142,9 +147,9 @@ class Finetuning(Task):
     def _predict(self, model: nn.Module, examples: Encoded) -> tuple[Tensor, Tensor]:
         """Outputs of the head and labels, in the order of the lengths."""
         outputs, labels = [], []
-        for index in examples.lengths.argsort().split(EVALUATION_ROWS):
-            longest = int(examples.lengths[index[-1]])
-            batch = examples.rows(index, bucket(longest, self.config.max_length))
+        limits = {"max_length": self.config.max_length, "tokens": EVALUATION_TOKENS}
+        for index, length in in_order(examples.lengths, **limits):
+            batch = examples.rows(index.to(examples.ids.device), length)
             outputs.append(_outputs(model, batch))
             labels.append(batch["labels"])
         return torch.cat(outputs), torch.cat(labels)
@@ -208,6 +213,7 @@ def run(
     results: Path | None = None,
     progress: Progress | None = None,
     tensorboard: bool = True,
+    splits: Mapping[str, Encoded] | None = None,
 ) -> Row:
     """Fine-tune with every rate, report the best once; the row is returned, and appended.
 
@@ -216,6 +222,7 @@ def run(
         data_folder: See :func:`lln.experiments.data.glue.find`.
         folder: For curves, one folder per rate; None keeps nothing.
         results: File that the row is appended to, by the first process.
+        splits: From :func:`encoded`, if several runs share them.
     """
     started = time.perf_counter()
     pretrained, files = Pretrained.find(Path(source)), data.find(config.task, data_folder)
@@ -224,7 +231,7 @@ def run(
             f"max_length={config.max_length} is more than the {pretrained.longest} positions of "
             f"{source}; choose a smaller one"
         )
-    splits = _encoded(config, pretrained, files)
+    splits = splits or encoded(config, pretrained, files)
     shared, settings = plan(config, pretrained, files.source)
     if config.batch_size > len(splits["train"]):
         raise ValueError(
@@ -238,7 +245,7 @@ def run(
         own = _with_rate(config, shared, rate, len(splits["train"]))
         place = None if folder is None else folder / f"rate-{rate:g}"
         summary = train(task, own, place, progress=progress, tensorboard=tensorboard)
-        tried[rate] = summary.best
+        tried[rate], splits = summary.best, task.splits  # which are on the device now
         if task.kept is not None and (best is None or task.kept[0] > best[0]):
             best = task.kept[0], rate, task, summary
     assert best is not None, "there is an evaluation before the first update"
@@ -267,7 +274,8 @@ def run(
     return row
 
 
-def _encoded(config: GlueConfig, pretrained: Pretrained, files: data.Files) -> dict[str, Encoded]:
+def encoded(config: GlueConfig, pretrained: Pretrained, files: data.Files) -> dict[str, Encoded]:
+    """The splits of a task as token numbers: of all that is configured, ``max_length`` decides."""
     splits, tokenizer = data.read(files), pretrained.tokenizer()
     kind = torch.float32 if files.task.classes == 1 else torch.int64
     return {

@@ -26,6 +26,18 @@ def generator(seed: int, *purpose: str | int) -> torch.Generator:
     return torch.Generator().manual_seed(derived_seed(seed, *purpose))
 
 
+def seed_everything(seed: int, device: torch.device) -> None:
+    """What ``torch.manual_seed`` does for the CPU and one device, a hundred times faster.
+
+    That one also remembers the seed, and where it was given, for all kinds of devices that are not
+    there.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(seed)
+
+
 @contextlib.contextmanager
 def seeded(seed: int, *purpose: str | int) -> Iterator[None]:
     """Seed torch's global CPU generator inside the block, and put its state back afterwards.

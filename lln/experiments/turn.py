@@ -25,14 +25,14 @@ def wait_for_turn(*modules: str) -> float:
     """Wait until the gate of this process opens, once; the seconds that this took.
 
     Args:
-        modules: Imported before, if there is a gate, as that takes a while and disturbs nobody.
+        modules: Imported before, which takes a while and disturbs nobody.
     """
-    path = os.environ.pop(TURN, None)
-    if path is None:
-        return 0.0
     for name in modules:
         with contextlib.suppress(ImportError):  # who needs it will say so
             importlib.import_module(name)
+    path = os.environ.pop(TURN, None)
+    if path is None:
+        return 0.0
     since = time.perf_counter()
     with files.locked(path):
         return time.perf_counter() - since

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import numpy as np
@@ -10,6 +11,9 @@ import torch
 from torch.nn import Dropout
 
 from lln.experiments import glue, metrics
+from lln.experiments.data.glue import find
+from lln.experiments.jobs import Place
+from lln.experiments.jobs import glue as glue_job
 from lln.experiments.pretrained import Pretrained
 from lln.instruments.rows import read_rows
 from tests.experiments.small_glue import pretrain, write_glue
@@ -87,6 +91,24 @@ def test_the_same_seed_gives_the_same_numbers_and_another_does_not(places):
     assert rows[0]["score"] == (rows[0]["pearson"] + rows[0]["spearman"]) / 2
 
 
+def test_seeds_of_a_process_share_the_encoded_examples_and_compute_the_same(
+    places, tmp_path, monkeypatch
+):
+    data, runs = places
+    calls, original = [], glue.encode
+    monkeypatch.setattr(glue, "encode", lambda *a, **b: calls.append(a) or original(*a, **b))
+    spec = {**QUICK, "task": ["sst2", "stsb"], "seed": [0, 1], "epochs": 1, "rates": [1e-3, 3e-3]}
+    place = Place(data, tmp_path, tmp_path / "scratch", runs["softmax"])
+    glue_job.run(spec, place)
+    assert len(calls) == 2 * 3  # the splits of two tasks
+    assert gc.get_freeze_count() == 0
+    rows = read_rows(tmp_path / "glue.jsonl")
+    assert [(row["digest"], row["seed"]) for row in rows] == glue_job.keys(spec, place)
+    alone = {**QUICK, "epochs": 1, "rates": [1e-3, 3e-3], "seed": 1}
+    row = glue.run(glue.recipe("sst2", **alone), runs["softmax"], data_folder=data)
+    assert (row["loss"], row["valid"]) == (rows[1]["loss"], rows[1]["valid"])
+
+
 def test_the_body_is_the_pretrained_one_with_its_attention(places):
     from safetensors.torch import load_file
 
@@ -158,3 +180,18 @@ def test_recorded_updates_compute_the_same(places, name):
     ]
     assert rows[0]["digest"] == rows[1]["digest"]
     assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], abs=0.05)
+
+
+@pytest.mark.gpu
+def test_batches_do_not_wait_for_the_gpu(places):
+    data, runs = places
+    config, body = glue.recipe("sst2", **QUICK), Pretrained.find(runs["softmax"])
+    task = glue.Finetuning(config, body, glue.encoded(config, body, find("sst2", data)), {})
+    task.prepare(torch.device("cuda"))
+    task.batch(0, slice(0, 8))  # an epoch is put onto the device at once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = [task.batch(step, slice(0, 8)) for step in range(1, 4)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(x.is_cuda for batch in found for x in batch.values())

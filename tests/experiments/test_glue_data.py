@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lln.experiments.data import glue
-from lln.experiments.data.pairs import BUCKETS, batches, bucket, cut, encode
+from lln.experiments.data.pairs import BUCKETS, batches, bucket, cut, encode, in_order
 from tests.experiments.small_glue import write_glue, write_lines
 
 # Folder, dev file, header, one line, and what is read from it.
@@ -146,6 +146,16 @@ def test_the_longer_text_is_cut_first(lengths, room, kept):
 def test_few_lengths_hold_all():
     assert [bucket(length, 100) for length in (1, 32, 33, 96, 97)] == [32, 32, 64, 96, 100]
     assert bucket(500, 512) == 512 and set(BUCKETS) >= {bucket(n, 512) for n in range(1, 513)}
+
+
+def test_all_examples_in_order_make_few_batches():
+    lengths = torch.tensor([(7 * n) % 90 + 1 for n in range(500)])
+    found = list(in_order(lengths, max_length=80, tokens=6400))
+    assert torch.cat([index for index, _ in found]).sort().values.tolist() == list(range(500))
+    assert [size for _, size in found] == [32, 64, 64, 80, 80]
+    for index, size in found:
+        assert len(index) * size <= 6400
+        assert {bucket(n, 80) for n in lengths[index].tolist()} == {size}
 
 
 def test_batches_are_a_function_of_seed_and_epoch_and_alike_in_length():

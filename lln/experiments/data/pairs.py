@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,9 +18,17 @@ WINDOW = 32  # batches among which examples of like length are put together
 
 @dataclass(frozen=True)
 class Encoded:
-    """``ids`` int64 ``[count, longest]`` padded on the right, ``lengths`` int64, ``labels``."""
+    """Examples on a device.
+
+    Attributes:
+        ids: int64 ``[count, longest]``, padded on the right.
+        mask: Of the same shape, where tokens are.
+        lengths: int64 ``[count]``, always on the CPU: they decide shapes.
+        labels: ``[count]``.
+    """
 
     ids: Tensor
+    mask: Tensor
     lengths: Tensor
     labels: Tensor
 
@@ -27,15 +36,18 @@ class Encoded:
         return len(self.lengths)
 
     def to(self, device: torch.device) -> Encoded:
-        return Encoded(*(x.to(device) for x in (self.ids, self.lengths, self.labels)))
+        ids, mask, labels = (x.to(device) for x in (self.ids, self.mask, self.labels))
+        return Encoded(ids, mask, self.lengths, labels)
 
     def rows(self, index: Tensor, length: int) -> dict[str, Tensor]:
-        """A batch of these examples, cut or padded to ``length`` tokens."""
-        index = index.to(self.ids.device)
-        places = torch.arange(length, device=self.ids.device)
+        """A batch of these examples, cut to ``length`` tokens.
+
+        Args:
+            index: On the device of the examples, or a GPU has to be waited for.
+        """
         return {
             "input_ids": self.ids[index, :length],
-            "attention_mask": places < self.lengths[index, None],
+            "attention_mask": self.mask[index, :length],
             "labels": self.labels[index],
         }
 
@@ -62,10 +74,10 @@ def encode(
         sequences.append([start, *joined[1:]])
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     width = bucket(int(lengths.max()), max_length)
+    mask = torch.arange(width) < lengths[:, None]
     ids = torch.full((len(sequences), width), padding)
-    for row, sequence in enumerate(sequences):
-        ids[row, : len(sequence)] = torch.tensor(sequence)
-    return Encoded(ids, lengths, labels)
+    ids[mask] = torch.tensor(list(chain.from_iterable(sequences)))
+    return Encoded(ids, mask, lengths, labels)
 
 
 def special(tokenizer: Any, name: str) -> int:
@@ -111,3 +123,16 @@ def batches(lengths: Tensor, *, batch_size: int, seed: int, epoch: int) -> Tenso
     alike = torch.cat([window[lengths[window].argsort(stable=True)] for window in windows])
     grouped = alike.unflatten(0, (-1, batch_size))
     return grouped[torch.randperm(len(grouped), generator=draw)]
+
+
+def in_order(lengths: Tensor, *, max_length: int, tokens: int) -> Iterator[tuple[Tensor, int]]:
+    """All examples from short to long in large batches: their numbers, and the length of a batch.
+
+    Args:
+        tokens: That a batch may have, with its padding.
+    """
+    order = lengths.argsort(stable=True)
+    sizes = torch.tensor([bucket(length, max_length) for length in lengths[order].tolist()])
+    for size in sizes.unique().tolist():
+        for index in order[sizes == size].split(max(1, tokens // size)):
+            yield index, size

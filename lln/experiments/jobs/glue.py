@@ -6,6 +6,9 @@ follow each other in one process and have a row each.
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 from lln.experiments import glue
@@ -31,13 +34,35 @@ def keys(spec: Spec, place: Place, pretrained: Pretrained | None = None) -> list
 
 def run(spec: Spec, place: Place) -> None:
     wait_for_turn(*PACKAGES)  # the checkpoint is not there before
+    with _cheap_collections():
+        _run(spec, place)
+
+
+@contextlib.contextmanager
+def _cheap_collections() -> Iterator[None]:
+    """Recording a graph collects garbage, among half a million objects that imports have made.
+
+    With every learning rate that is tried comes a recording for each length.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _run(spec: Spec, place: Place) -> None:
     source = _source(spec, place)
+    body, splits = Pretrained.find(source), {}
     for config, (digest, seed) in zip(_configs(spec), keys(spec, place), strict=True):
         if has_row(place.results("glue"), digest, seed):
             continue
+        if config.task not in splits:  # the seeds of a task follow each other
+            splits = {config.task: glue.encoded(config, body, find(config.task, place.data))}
         folder = place.folder / f"{config.task}-seed{seed}"
         options = {"data_folder": place.data, "folder": folder, "tensorboard": False}
-        place.add("glue", glue.run(config, source, **options))
+        place.add("glue", glue.run(config, source, splits=splits[config.task], **options))
 
 
 def _configs(spec: Spec) -> list[glue.GlueConfig]:
