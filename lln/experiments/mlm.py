@@ -107,7 +107,7 @@ def roberta_small() -> MLMConfig:
     """6 layers of 512, N = 512, many small steps.
 
     From sinusoids softmax leaves the plateau of its start, too: after 65M tokens it has 3.71 nats,
-    and 6.53 from drawn positions (results/positions.jsonl, results/mlm.jsonl).
+    and 6.53 from drawn positions (results/positions/mlm.jsonl).
     """
     return MLMConfig(
         "roberta-small",
