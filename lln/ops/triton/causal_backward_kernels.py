@@ -97,12 +97,18 @@ def causal_dq_kernel(
     PRECISE: tl.constexpr,
     WIDE: tl.constexpr,
     TERMS: tl.constexpr,
+    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DQ, DELTA and FLAGS of one segment of one head; DALPHA[head, segment] if asked for.
 
     The sums over the chunk's own keys are two dots with b: (mask ∘ dO vᵀ) b and mask b.
     """
+    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
+        k_row = q_row
+        v_row = q_row
+        dout_row = q_row
+        dq_row = q_row
     segment, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
     Q += b * q_batch + h * q_head
@@ -148,15 +154,15 @@ def causal_dq_kernel(
         shrink = tl.exp2(peak - top)
         x = as_float(q, eye) * (alpha * LOG2E) + top[None, :]
         a = tl.exp2(minus_lse(x, LSE, tokens, start, end, rows, 0.0, PRECISE))
+        # a stands outside of every sum over keys: fewer tiles are held at a time
+        earlier = (mass * shrink)[None, :]
+        sums = dot(dout, tl.trans(mean.to(dtype))) * earlier
         products = tl.where(below, dot(dout, tl.trans(v)), 0.0)
         keys = tl.trans(factors)
-        carried = a * (mass * shrink)[None, :]
-        first = a * dot_factors(products, keys, WIDE, TERMS) + carried * dot(
-            dout, tl.trans(mean.to(dtype))
-        )
-        weights = a * dot_factors(triangle, keys, WIDE, TERMS) + carried
+        first = a * (sums + dot_factors(products, keys, WIDE, TERMS))
         delta = tl.sum(first, axis=1)
-        gradient = first - delta[:, None] * weights
+        weights = dot_factors(triangle, keys, WIDE, TERMS) + earlier
+        gradient = first - a * (weights * delta[:, None])
         if DALPHA is not None:
             slope += tl.sum(gradient * as_float(q, eye))
         store_tile(DQ, dq_row, start, end, gradient * alpha, rows, features, D, BD, FULL)
@@ -304,9 +310,12 @@ def summarize_queries_kernel(
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
     PRECISE: tl.constexpr,
+    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """PARTS[head, ·] = (Σ a dO, Q, Σ a, Σ a δ) of the queries of each segment from ``first`` on."""
+    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
+        dout_row = q_row
     segment, head = tl.program_id(0) + first, tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
     Q += b * q_batch + h * q_head
@@ -392,9 +401,16 @@ def causal_dkdv_kernel(
     PRECISE: tl.constexpr,
     WIDE: tl.constexpr,
     TERMS: tl.constexpr,
+    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DK, DV of one segment from one query head; DBETA[head, segment] if asked for."""
+    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
+        k_row = q_row
+        v_row = q_row
+        dout_row = q_row
+        dk_row = q_row
+        dv_row = q_row
     segment, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
     Q += b * q_batch + h * q_head
@@ -446,14 +462,15 @@ def causal_dkdv_kernel(
         if masked:
             c = tl.where(keep[:, None], c, 0.0)
         above = rows[:, None] <= rows[None, :]  # key row, query column
+        earlier = (mass * shrink)[None, :]
         scores = tl.where(above, dot_factors(c, factors, WIDE, TERMS), 0.0)
-        carried = c * (mass * shrink)[None, :]
         dv = dot(scores.to(dtype), dout)
-        dv = dot_add(carried.to(dtype), mean.to(dtype), dv)
+        dv = dot_add((c * earlier).to(dtype), mean.to(dtype), dv)
         store_tile(DV, dv_row, start, end, dv, rows, values, E, BE, FULL)
+        # c stands outside of every sum over queries, and the order saves registers
+        sums = (dot(v, tl.trans(mean.to(dtype))) - mean_delta[None, :]) * earlier
         products = tl.where(above, dot(v, tl.trans(dout)) - delta[None, :], 0.0)
-        gradient = c * dot_factors(products, tl.trans(factors), WIDE, TERMS)
-        gradient += carried * (dot(v, tl.trans(mean.to(dtype))) - mean_delta[None, :])
+        gradient = c * (sums + dot_factors(products, tl.trans(factors), WIDE, TERMS))
         if NORMALIZE:
             gradient -= tl.exp2(x) * tl.sum(gradient, axis=1)[:, None]
         if DBETA is not None:

@@ -313,12 +313,17 @@ def causal_kernel(
     PRECISE: tl.constexpr,
     WIDE: tl.constexpr,
     TERMS: tl.constexpr,
+    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """OUT and LSE of one segment of ``span`` tokens of one head.
 
     WIDE is the dtype of the factors a and b: it must have the exponents of float32.
     """
+    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
+        k_row = q_row
+        v_row = q_row
+        out_row = q_row
     segment, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
     Q += b * q_batch + h * q_head

@@ -121,6 +121,7 @@ def diag_kernel(
     LINEAR: tl.constexpr,
     PRECISE: tl.constexpr,
     SAVE: tl.constexpr,
+    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """OUT of ``span`` tokens of one head: both branches, or (not LINEAR) the block-diagonal one.
@@ -128,6 +129,10 @@ def diag_kernel(
     The state of the linear branch comes as in :func:`read_kernel`. SAVE keeps the logsumexp of each
     branch: LSE[head] = linear rows, then block-diagonal rows.
     """
+    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
+        k_row = q_row
+        v_row = q_row
+        out_row = q_row
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
     Q += b * q_batch + h * q_head
@@ -334,6 +339,7 @@ def diag_backward_kernel(
     PRECISE: tl.constexpr,
     AVERAGE: tl.constexpr,
     ADD: tl.constexpr,
+    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DQ, DK, DV of ``span`` tokens of one key head and the GROUP query heads that share it.
@@ -342,6 +348,13 @@ def diag_backward_kernel(
     the gradients of the state, already weighted by MIX. The slopes DALPHA[query head, tile],
     DBETA[key head, tile] and DMIX[query head, tile] are stored if asked for.
     """
+    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
+        k_row = q_row
+        v_row = q_row
+        dout_row = q_row
+        dq_row = q_row
+        dk_row = q_row
+        dv_row = q_row
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
     K += b * k_batch + h * k_head

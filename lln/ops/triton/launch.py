@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from lln.ops.triton.library import (
+    alike,
     contiguous_mask,
     empty_rows,
     floats,
@@ -82,7 +83,7 @@ def summarize_parts(
             *strides(k), *strides(v), *beta.stride(), mask_stride(key_mask), heads, keys, span,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows,
             FULL=keys % t.rows == 0 and span % t.rows == 0, HAS_MASK=key_mask is not None,
-            NORMALIZE=normalize_keys, **t.options,
+            NORMALIZE=normalize_keys, ALIKE=alike(k, v), **t.options,
         )  # fmt: skip
     return parts, count
 
@@ -116,7 +117,7 @@ def read(
             *alpha.stride(),
             heads, heads // kv_heads, queries, span, count,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=queries % t.rows == 0,
-            NATURAL=natural, PRECISE=precise(q), SAVE=save,
+            NATURAL=natural, PRECISE=precise(q), SAVE=save, ALIKE=alike(q, out),
             **t.options,
         )  # fmt: skip
     return out, lse
@@ -144,7 +145,7 @@ def read_backward(
             *alpha.stride(),
             heads, group, queries, span, share,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=queries % t.rows == 0,
-            NATURAL=natural, PRECISE=precise(q),
+            NATURAL=natural, PRECISE=precise(q), ALIKE=alike(q, dout, dq),
             **t.options,
         )  # fmt: skip
     return dq, parts, None if slopes is None else slopes.sum(-1)
@@ -185,7 +186,7 @@ def summarize_backward(
             mask_stride(key_mask), heads, keys, span, parts.shape[1],
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows,
             FULL=keys % t.rows == 0, HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys,
-            **t.options,
+            ALIKE=alike(k, v, dk, dv), **t.options,
         )  # fmt: skip
     return dk, dv, None if slopes is None else slopes.sum(-1)
 

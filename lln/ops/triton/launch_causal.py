@@ -17,6 +17,7 @@ from lln.ops.triton.causal_backward_kernels import (
 from lln.ops.triton.causal_kernels import causal_kernel, scan_kernel
 from lln.ops.triton.launch import empty_lse, precise, summarize_parts
 from lln.ops.triton.library import (
+    alike,
     empty_rows,
     floats,
     mask_stride,
@@ -92,7 +93,7 @@ def causal(
             *alpha.stride(), *beta.stride(), heads, heads // kv_heads, tokens, span,
             D=d, E=e, BD=padded(d), BE=carried_values(d, e), ROWS=CHUNK,
             FULL=tokens % CHUNK == 0, HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys,
-            PRECISE=precise(q), **factors(q), **t.options,
+            PRECISE=precise(q), ALIKE=alike(q, k, v, out), **factors(q), **t.options,
         )  # fmt: skip
     return out, lse, before
 
@@ -136,7 +137,7 @@ def causal_backward(
         causal_dq_kernel[(count, b * heads)](
             q, k, v, dout, lse, key_mask, alpha, beta, before, *given, dq, delta, flags, alpha_sums,
             *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), *scales,
-            **widths, **options, **t.options,
+            **widths, **options, ALIKE=alike(q, k, v, dout, dq), **t.options,
         )  # fmt: skip
     first = 0 if need_state else 1
     after = summarize_queries(q, dout, lse, delta, alpha, first, count, span)
@@ -148,7 +149,7 @@ def causal_backward(
         causal_dkdv_kernel[(count, b * heads)](
             q, k, v, dout, lse, delta, key_mask, alpha, beta, after, flags, dk, dv, beta_sums,
             *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv),
-            *scales, first, **widths, **options, **t.options,
+            *scales, first, **widths, **options, ALIKE=alike(q, k, v, dout, dk, dv), **t.options,
         )  # fmt: skip
     if group > 1:
         dk = dk.unflatten(1, (kv_heads, group)).sum(2).to(k.dtype)
@@ -176,7 +177,7 @@ def summarize_queries(
         summarize_queries_kernel[(count - first, b * heads)](
             q, dout, lse, delta, alpha, parts, *strides(q), *strides(dout), *alpha.stride(),
             heads, tokens, span, first, D=d, E=e, BD=padded(d), BE=padded(e), ROWS=CHUNK,
-            FULL=tokens % CHUNK == 0, PRECISE=precise(q), **t.options,
+            FULL=tokens % CHUNK == 0, PRECISE=precise(q), ALIKE=alike(q, dout), **t.options,
         )  # fmt: skip
     scan(parts, after, Given(None, None), d, e, reverse=True)
     return after

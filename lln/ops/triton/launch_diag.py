@@ -7,6 +7,7 @@ from torch import Tensor
 from lln.ops.triton.diag_kernels import diag_backward_kernel, diag_kernel
 from lln.ops.triton.launch import Merged, few_parts, precise
 from lln.ops.triton.library import (
+    alike,
     empty_rows,
     floats,
     mask_stride,
@@ -45,7 +46,7 @@ def diag(
             D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, STEP=t.rows, BLOCK=block,
             FULL=rows == t.rows and tokens % rows == 0, HAS_MASK=key_mask is not None,
             CAUSAL=is_causal, LINEAR=linear, PRECISE=precise(q), SAVE=save,
-            **t.options,
+            ALIKE=alike(q, k, v, out), **t.options,
         )  # fmt: skip
     return out, lse
 
@@ -89,7 +90,7 @@ def diag_backward(
             HAS_MASK=key_mask is not None, CAUSAL=is_causal, LINEAR=linear,
             NORMALIZE=normalize_keys, PRECISE=precise(q),
             AVERAGE=add_to is not None or (linear and mix is None), ADD=add_to is not None,
-            **t.options,
+            ALIKE=alike(q, k, v, dout, dq, dk, dv), **t.options,
         )  # fmt: skip
     dalpha, dbeta, dmix = (x if x is None else x.sum(-1) for x in sums)
     found = dalpha, dbeta, dmix if dmix is None else dmix.sum(0)

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from lln.ops.triton.launch import Merged, precise
-from lln.ops.triton.library import floats, on_device
+from lln.ops.triton.library import alike, floats, on_device
 from lln.ops.triton.plan_kernels import plan_kernel
 from lln.ops.triton.read_kernels import read_backward_kernel, read_kernel
 from lln.ops.triton.summarize_kernels import (
@@ -75,7 +75,7 @@ def summarize(
             k, v, beta, key_mask, parts, plan.table, cu_k, *_strides(k), *_strides(v),
             *beta.stride(), 0, heads, tokens, plan.span,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=False,
-            HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys,
+            HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys, ALIKE=alike(k, v, dim=0),
             **t.options,
         )  # fmt: skip
         merge_kernel[(beta.numel(), triton.cdiv(d, 4), triton.cdiv(e, columns))](
@@ -97,7 +97,8 @@ def read(q: Tensor, cu_q: Tensor, alpha: Tensor, state: Merged, out: Tensor, lse
             0, lse.stride(0), *alpha.stride(),
             heads, heads // state.mean.shape[1], tokens, plan.span, 0,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=False,
-            NATURAL=False, PRECISE=precise(q), SAVE=True, **t.options,
+            NATURAL=False, PRECISE=precise(q), SAVE=True, ALIKE=alike(q, out, dim=0),
+            **t.options,
         )  # fmt: skip
 
 
@@ -119,7 +120,7 @@ def read_backward(
             plan.table, cu_q, *_strides(q), *_strides(dout), *_strides(dq), 0, lse.stride(0),
             *alpha.stride(), heads, group, tokens, plan.span, 1.0,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=False,
-            NATURAL=False, PRECISE=precise(q), **t.options,
+            NATURAL=False, PRECISE=precise(q), ALIKE=alike(q, dout, dq, dim=0), **t.options,
         )  # fmt: skip
     total = _add_parts(parts, plan, sequences, kv_heads, group)
     return total, None if slopes is None else _add_parts(slopes, plan, sequences, heads, 1)
@@ -153,6 +154,6 @@ def summarize_backward(
             heads, tokens, plan.span, 1,
             D=d, E=e, BD=padded(d), BE=value_block(d, e, k.dtype), ROWS=t.rows, FULL=False,
             HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys,
-            **t.options,
+            ALIKE=alike(k, v, dk, dv, dim=0), **t.options,
         )  # fmt: skip
     return None if slopes is None else _add_parts(slopes, plan, cu_k.shape[0] - 1, heads, 1)

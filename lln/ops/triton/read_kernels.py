@@ -148,6 +148,7 @@ def read_kernel(
     NATURAL: tl.constexpr,
     PRECISE: tl.constexpr,
     SAVE: tl.constexpr,
+    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """OUT of ``span`` queries of one head.
@@ -156,6 +157,8 @@ def read_kernel(
     program merges for itself; then the first program of each key head stores the merged state.
     SAVE asks for LSE, which the backward pass needs.
     """
+    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
+        out_row = q_row
     total = queries
     b, h, part, first, queries, _ = locate(PLAN, CU, heads, queries)
     kv_head = (b * heads + h) // group
@@ -226,6 +229,7 @@ def read_backward_kernel(
     FULL: tl.constexpr,
     NATURAL: tl.constexpr,
     PRECISE: tl.constexpr,
+    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DQ of ``span`` queries and their part of (dM, g); DALPHA[head, part] if asked for.
@@ -233,6 +237,9 @@ def read_backward_kernel(
     Without DQ only the parts: LLN+Diag writes dq elsewhere. All is weighed by ``share``, or by MIX
     per head.
     """
+    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
+        dout_row = q_row
+        dq_row = q_row
     tokens = queries
     b, h, part, first, queries, index = locate(PLAN, CU, heads, queries)
     kv_head = (b * heads + h) // group

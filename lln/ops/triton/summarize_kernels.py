@@ -62,9 +62,12 @@ def summarize_kernel(
     FULL: tl.constexpr,
     HAS_MASK: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """PARTS[head, part] = (sum, peak, mass) of keys part·span … (part + 1)·span."""
+    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
+        v_row = k_row
     b, h, part, first, keys, index = locate(PLAN, CU, heads, keys)
     K += b * k_batch + h * k_head + first * k_row
     V += b * v_batch + h * v_head + first * v_row
@@ -265,6 +268,7 @@ def summarize_backward_kernel(
     FULL: tl.constexpr,
     HAS_MASK: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DK, DV of ``span`` keys; DBETA[head, part] if asked for. B is scaled by its largest entry.
@@ -272,6 +276,10 @@ def summarize_backward_kernel(
     exp(β k − peak) ≤ 1 keeps its bits in float16 whatever the number of keys; the factor
     exp(peak − L) = 1 / mass goes into dM and g, where it is applied once per program.
     """
+    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
+        v_row = k_row
+        dk_row = k_row
+        dv_row = k_row
     b, h, part, first, keys, index = locate(PLAN, CU, heads, keys)
     head = b * heads + h
     K += b * k_batch + h * k_head + first * k_row

@@ -29,6 +29,8 @@ def test_groups_masks_and_unequal_widths(dtype, normalize_keys, device):
     )  # fmt: skip
 
 
+# What the careful path replaces may have overflown before.
+@pytest.mark.filterwarnings("ignore:invalid value encountered in reduce:RuntimeWarning")
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_no_input_underflows(name, device):
     q, k, v = (x.to(device) for x in adversarial(name, 80, 16, heads=1))
