@@ -51,8 +51,7 @@ test-shapes: install  ## the tests of ops and modules with every shape annotatio
 
 # Most of the time is the compilation of kernels on the CPU: many processes share the device.
 test-gpu:  ## the tests that need a CUDA device
-	OMP_NUM_THREADS=1 $(ANY_PYTHON) -m pytest -m gpu \
-	  $$($(ANY_PYTHON) -c 'import xdist' 2>/dev/null && printf %s '-n$(GPU_JOBS)')
+	OMP_NUM_THREADS=1 $(ANY_PYTHON) -m tests.in_shards $(GPU_JOBS) -m gpu -q
 
 check: install  ## format, lint, types
 	$(BIN)/ruff format --check .

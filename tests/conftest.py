@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.in_shards import shard_of
+
 if not torch.cuda.is_available():
     # Triton decides at its import whether kernels can be interpreted; transformers may import it
     # while tests are collected, so it is imported here, before all of them.
@@ -31,8 +33,10 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.hookimpl(trylast=True)  # after -m and -k have chosen
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of the GPU say why they do not run on a machine without one."""
+    """Only the tests of this shard; those of the GPU say why they do not run without one."""
+    items[:] = items[shard_of(len(items))]
     if torch.cuda.is_available():
         return
     missing = pytest.mark.skip(reason="no CUDA device")

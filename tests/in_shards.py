@@ -1,0 +1,51 @@
+"""Run pytest in several processes where pytest-xdist is not installed, as on many GPU machines.
+
+    python -m tests.in_shards 8 -m gpu             every eighth test in each of eight processes
+
+The output of a process is shown when it ends; the exit status is 0 if all tests of all passed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+SHARD = "LLN_TEST_SHARD"  # "2/8": the third of eight
+NO_TESTS = 5  # exit status of pytest where a shard is left without any
+
+
+def shard_of(count: int) -> slice:
+    """The tests that this process runs of ``count``: all, unless it is a shard."""
+    given = os.environ.get(SHARD)
+    if given is None:
+        return slice(0, count)
+    index, shards = map(int, given.split("/"))
+    return slice(index, count, shards)
+
+
+def run(index: int, shards: int, arguments: Sequence[str]) -> int:
+    """One process; prints what it printed."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    environment = {**os.environ, SHARD: f"{index}/{shards}"}
+    with tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace") as log:
+        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        log.seek(0)
+        print(
+            f"--- shard {index} of {shards}: exit status {done.returncode}\n{log.read()}",
+            flush=True,
+        )
+    return 0 if done.returncode == NO_TESTS else done.returncode
+
+
+def main(arguments: Sequence[str]) -> int:
+    shards, rest = int(arguments[0]), arguments[1:]
+    with ThreadPoolExecutor(shards) as pool:
+        return max(pool.map(lambda index: run(index, shards, rest), range(shards)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
