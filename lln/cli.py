@@ -229,6 +229,28 @@ def bench_resources(
         raise SystemExit(f"lln bench resources: {error}") from None
 
 
+@bench_app.command("tiles")
+def bench_tiles(
+    kernel: Annotated[
+        list[str] | None, typer.Option(help="Only this one, e.g. diag_backward; repeatable.")
+    ] = None,
+    width: Annotated[list[int] | None, typer.Option(help="64 or 128; repeatable.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Stop after.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder that keeps the rows.")] = None,
+) -> None:
+    """Try other tiles of the kernels on a CUDA device.
+
+    Each is compiled, checked and timed in its op beside the one in use; says which would be faster,
+    changes nothing.
+    """
+    from lln.bench.tiles import run
+
+    try:
+        run(out, kernels=kernel, widths=width, minutes=minutes)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 def _let_waiting_threads_sleep() -> None:
     """Before torch loads: OpenMP threads that spin at barriers ruin times on a busy machine."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

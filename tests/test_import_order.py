@@ -94,6 +94,7 @@ EXTRAS_AT_THE_TOP = {
     "bench/gpu.py": {"rich"},
     "bench/monitor.py": {"rich"},
     "bench/resources.py": {"rich"},
+    "bench/tiles.py": {"rich"},
     "bench/zoo.py": {"rich"},
     "demo/run.py": {"rich"},
     "inspection/run.py": {"rich"},

@@ -1,5 +1,7 @@
 """Block sizes of the kernels: one small measured table instead of a search at the first call.
 
+`lln bench tiles` tries others on a device.
+
 A tile is (rows, warps, stages, programs, through, registers): tokens per step, warps per program,
 loads in flight, the programs that run on one multiprocessor at a time, whether half precision
 becomes float32 through the tensor cores (:func:`lln.ops.triton.features.as_float`), and the most
