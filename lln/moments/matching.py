@@ -122,7 +122,9 @@ def _one_launch(values: Mapping[str, Tensor]) -> bool:
         for x in values.values()
     )
     constant = not any(x.requires_grad for x in values.values())
-    return alike and constant and triton.refuses_device(first) is None
+    # torch.func maps and differentiates the formula, not a kernel
+    plain = not torch._C._are_functorch_transforms_active()
+    return alike and constant and plain and triton.refuses_device(first) is None
 
 
 def _match_in_one_launch(

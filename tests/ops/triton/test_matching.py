@@ -85,6 +85,19 @@ def test_what_the_kernel_cannot_take_goes_to_the_formulas(launches, device):
     assert relative_error(got, expected) < 1e-6
 
 
+def test_transforms_of_functions_go_to_the_formulas(launches, device):
+    sigma = torch.rand(4, 3, device=device) + 0.5
+
+    def alpha(x):
+        return moments.match_moments(x, x, 64, method="entropy")[0]
+
+    mapped = torch.vmap(alpha)(sigma)
+    slopes = torch.func.jacrev(alpha)(sigma[0])
+    assert not launches
+    torch.testing.assert_close(mapped, alpha(sigma), rtol=2e-5, atol=0)
+    assert slopes.shape == (3, 3)
+
+
 def test_no_heads_need_no_launch(device):
     alpha, beta = moments.match_moments(*(torch.empty(0, 3, device=device),) * 2, 64)
     assert alpha.shape == beta.shape == (0, 3)
