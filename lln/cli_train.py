@@ -104,6 +104,9 @@ def mlm(
     results: Results = None,
     length: Annotated[int | None, typer.Option(min=8, help="Tokens of a row.")] = None,
     batches: Annotated[str | None, typer.Option(help="packed or padded.")] = None,
+    positions: Annotated[
+        str | None, typer.Option(help="What learned positions start from: normal or sinusoid.")
+    ] = None,
     steps: Steps = None,
     batch_size: BatchSize = None,
     accumulation: Accumulation = None,
@@ -146,6 +149,7 @@ def mlm(
             corpus=corpus,
             length=length,
             batches=batches,
+            positions=positions,
             steps=steps,
             batch_size=batch_size,
             accumulation=accumulation,
