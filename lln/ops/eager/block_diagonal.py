@@ -15,8 +15,8 @@ from torch import Tensor
 from lln.ops.eager.registry import register
 from lln.protocols import compute_dtype
 
-# Probabilities held at once: 8 MB in float32.
-_GROUP_ELEMENTS = 1 << 21
+# Probabilities held at once: 8 MB in float32, about a cache; a GPU wants few large launches.
+_GROUP_ELEMENTS, _GROUP_ELEMENTS_OF_A_GPU = 1 << 21, 1 << 26
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ def _windows(q: Tensor, k: Tensor, block: int) -> Iterator[_Window]:
     """Groups of blocks that hold a query and a key, of bounded size."""
     queries, keys = q.shape[2], k.shape[2]
     first = max(keys - queries, 0)  # position of the first query that has a block
-    blocks = max(1, _GROUP_ELEMENTS // max(1, q.shape[0] * q.shape[1] * block * block))
+    elements = _GROUP_ELEMENTS if q.device.type == "cpu" else _GROUP_ELEMENTS_OF_A_GPU
+    blocks = max(1, elements // max(1, q.shape[0] * q.shape[1] * block * block))
     start = first // block * block
     while start < keys:
         stop = min(start + blocks * block, keys)
@@ -66,8 +67,10 @@ class _Block:
         self.group = q.shape[1] // max(k.shape[1], 1)
         dtype = compute_dtype(q, k, v)
         self.q = window.cut(q, window.rows, dtype, block) * scale
-        seen = torch.ones(k.shape[0], window.keys.stop - window.keys.start, dtype=torch.bool)
-        seen = seen.to(k.device) if key_mask is None else key_mask[:, window.keys]
+        if key_mask is None:
+            seen = k.new_ones(k.shape[0], window.keys.stop - window.keys.start, dtype=torch.bool)
+        else:
+            seen = key_mask[:, window.keys]
         hidden = ~seen[:, None, :, None]
         k = k[:, :, window.keys].masked_fill(hidden, 0)
         v = v[:, :, window.keys].masked_fill(hidden, 0)
