@@ -43,6 +43,7 @@ USED_BY = {
     "statistics": ("measured", FORWARD),
 }
 FIXED_ROWS = ("diag", "diag_backward", "causal", "causal_dq", "causal_dkdv")  # by their blocks
+ANY_VALUES = ("summarize", "read", "read_backward", "summarize_backward")
 WIDTHS = (64, 128)
 LENGTH = 4096
 COMPILE_SECONDS = 150
@@ -72,15 +73,18 @@ def current(kernel: str, width: int) -> Tile:
 def trials(kernel: str, width: int) -> list[Trial]:
     """The tile in use first, then all others that are worth a try.
 
-    Of rows, warps, stages and the way of conversion; as many warps as now run on a multiprocessor.
+    Of rows, warps, stages, values and the way of conversion; as many warps as now run on a
+    multiprocessor.
     """
     if kernel not in USED_BY:
         raise ValueError(f"kernel={kernel!r} is unknown; choose from {', '.join(USED_BY)}")
     now = current(kernel, width)
-    rows = (now.rows,) if kernel in FIXED_ROWS else sorted({32, 64, 128, now.rows})
+    rows = (now.rows,) if kernel in FIXED_ROWS else sorted({64, now.rows})
     through = (now.through,) if kernel == "statistics" else (True, False)
+    values = (None, 64) if kernel in ANY_VALUES and width > 64 else (None,)
     others = [
-        Tile(r, w, s, max(1, round(now.programs * now.warps / w)), t)
+        Tile(r, w, s, max(1, round(now.programs * now.warps / w)), t, values=e)
+        for e in values
         for r in rows
         for w in (4, 8)
         for s in (1, 2, 3, 4)
@@ -166,7 +170,7 @@ def rows(
 def table(found: Sequence[sweep.Row], best: int = 5) -> Table:
     """The fastest tiles of every kernel, and the one in use."""
     shown = Table(title="Tiles", title_justify="left")
-    names = ("kernel", "width", "rows", "warps", "stages", "programs", "through", "op", "pass")
+    names = (*("kernel", "width"), *Tile._fields, *("op", "pass"))
     for name in (*names, "ms", "gain", ""):
         shown.add_column(name)
     for key in dict.fromkeys((row["kernel"], row["width"]) for row in found):

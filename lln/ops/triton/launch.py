@@ -73,12 +73,13 @@ def summarize_parts(
     """
     (b, heads, keys, d), e = k.shape, v.shape[-1]
     t = tile("summarize", d, e, k.dtype)
-    block = value_block(d, e, k.dtype)
-    count, span = segments or split(keys, b * heads, t, k.device, merged=True)
+    block = value_block(d, e, k.dtype, t)
+    columns = triton.cdiv(e, block)
+    count, span = segments or split(keys, b * heads * columns, t, k.device, merged=True)
     keys = min(keys, count * span)
     parts = floats(k, b * heads, count, d * (e + 2))
     with on_device(k):
-        summarize_kernel[(count, b * heads, triton.cdiv(e, block))](
+        summarize_kernel[(count, b * heads, columns)](
             k, v, beta, key_mask, parts, None, None,
             *strides(k), *strides(v), *beta.stride(), mask_stride(key_mask), heads, keys, span,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows,
@@ -106,12 +107,13 @@ def read(
     """(out, lse) from a merged state, or from parts (then ``state`` is filled if ``save``)."""
     b, heads, queries, d = q.shape
     t = tile("read", d, e, q.dtype)
-    block = value_block(d, e, q.dtype)
-    pieces, span = split(queries, b * heads, t, q.device)
+    block = value_block(d, e, q.dtype, t)
+    columns = triton.cdiv(e, block)
+    pieces, span = split(queries, b * heads * columns, t, q.device)
     out = empty_rows(q, e)
     lse = empty_lse(q) if save else None
     with on_device(q):
-        read_kernel[(pieces, b * heads, triton.cdiv(e, block))](
+        read_kernel[(pieces, b * heads, columns)](
             q, out, lse, alpha, parts, *(state or (None, None, None)), None, None,
             *strides(q), *strides(out), *((0, 0) if lse is None else lse.stride()[:2]),
             *alpha.stride(),
@@ -132,14 +134,15 @@ def read_backward(
     (b, heads, queries, d), (_, kv_heads, _, e) = q.shape, mean.shape
     dout = rows_contiguous(dout)
     t = tile("read_backward", d, e, q.dtype)
-    block = value_block(d, e, q.dtype)
-    pieces, span = split(queries, b * heads, t, q.device, merged=True)
+    block = value_block(d, e, q.dtype, t)
+    columns = triton.cdiv(e, block)
+    pieces, span = split(queries, b * heads * columns, t, q.device, merged=True)
     dq = q.new_empty((0, 0, 0, 0)) if parts_only else empty_rows(q, d)
     group = heads // kv_heads
     parts = floats(q, b * kv_heads, group * pieces, d * (e + 1))
     slopes = floats(q, b, heads, pieces) if need_alpha else None
     with on_device(q):
-        read_backward_kernel[(pieces, b * heads, triton.cdiv(e, block))](
+        read_backward_kernel[(pieces, b * heads, columns)](
             q, dout, lse, alpha, mix, log_mass, mean, None if parts_only else dq, parts, slopes,
             None, None, *strides(q), *strides(dout), *strides(dq), *lse.stride()[:2],
             *alpha.stride(),
@@ -173,9 +176,9 @@ def summarize_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dk, dv, dbeta or None) from the parts of (dM, g)."""
     (b, heads, keys, d), e = k.shape, v.shape[-1]
-    block = value_block(d, e, k.dtype)
     parts = few_parts(parts, d, e)
     t = tile("summarize_backward", d, e, k.dtype)
+    block = value_block(d, e, k.dtype, t)
     pieces, span = split(keys, b * heads, t, k.device)
     dk, dv = empty_rows(k, d), empty_rows(v, e)
     slopes = floats(k, b, heads, pieces) if need_beta else None

@@ -65,7 +65,7 @@ def summarize(
     """The state of every sequence and key head."""
     (tokens, heads, d), e = k.shape, v.shape[2]
     t = tile("summarize", d, e, k.dtype)
-    block = value_block(d, e, k.dtype)
+    block = value_block(d, e, k.dtype, t)
     state = empty_packed_state(k, v, cu_k)
     plan = Plan.make(cu_k, tokens, heads, t)
     parts = floats(k, heads * plan.items, d * (e + 2))
@@ -89,7 +89,7 @@ def read(q: Tensor, cu_q: Tensor, alpha: Tensor, state: Merged, out: Tensor, lse
     """Fill out [T, H, E] and lse."""
     (tokens, heads, d), e = q.shape, out.shape[2]
     t = tile("read", d, e, q.dtype)
-    block = value_block(d, e, q.dtype)
+    block = value_block(d, e, q.dtype, t)
     plan = Plan.make(cu_q, tokens, heads, t)
     with on_device(q):
         read_kernel[(plan.items, heads, triton.cdiv(e, block))](
@@ -109,7 +109,7 @@ def read_backward(
     """Fill dq; return the gradients (dM, g) [S · Hkv, 1, D·E + D] of the states, and dalpha."""
     (tokens, heads, d), (sequences, kv_heads, _, e) = q.shape, state.mean.shape
     t = tile("read_backward", d, e, q.dtype)
-    block = value_block(d, e, q.dtype)
+    block = value_block(d, e, q.dtype, t)
     plan = Plan.make(cu_q, tokens, heads, t)
     parts = floats(q, heads * plan.items, d * (e + 1))
     slopes = floats(q, heads * plan.items, 1) if need_alpha else None
@@ -152,7 +152,7 @@ def summarize_backward(
             k, v, beta, key_mask, norm, parts, dk, dv, slopes, plan.table, cu_k,
             *_strides(k), *_strides(v), *_strides(dk), *_strides(dv), *beta.stride(), 0,
             heads, tokens, plan.span, 1,
-            D=d, E=e, BD=padded(d), BE=value_block(d, e, k.dtype), ROWS=t.rows, FULL=False,
+            D=d, E=e, BD=padded(d), BE=value_block(d, e, k.dtype, t), ROWS=t.rows, FULL=False,
             HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys,
             ALIKE=alike(k, v, dk, dv, dim=0), **t.options,
         )  # fmt: skip

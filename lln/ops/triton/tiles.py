@@ -2,10 +2,11 @@
 
 `lln bench tiles` tries others on a device.
 
-A tile is (rows, warps, stages, programs, through, registers): tokens per step, warps per program,
-loads in flight, the programs that run on one multiprocessor at a time, whether half precision
-becomes float32 through the tensor cores (:func:`lln.ops.triton.features.as_float`), and the most
-registers per thread if not what the compiler likes.
+A tile is (rows, warps, stages, programs, through, registers, values): tokens per step, warps per
+program, loads in flight, the programs that run on one multiprocessor at a time, whether half
+precision becomes float32 through the tensor cores (:func:`lln.ops.triton.features.as_float`), the
+most registers per thread if not what the compiler likes, and the most values per block if fewer
+than fit.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Tile(NamedTuple):
     programs: int
     through: bool = True
     registers: int | None = None
+    values: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -65,10 +67,10 @@ def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def value_block(d: int, e: int, dtype: torch.dtype) -> int:
+def value_block(d: int, e: int, dtype: torch.dtype, tile: Tile) -> int:
     """Values per block: the float32 accumulator [D, block] must fit the registers."""
     limit = (16384 if dtype.itemsize == 2 else 8192) // padded(d)
-    return min(padded(e), limit)
+    return min(padded(e), limit, tile.values or limit)
 
 
 @functools.cache
