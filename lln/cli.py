@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +12,7 @@ except ImportError:
         "the lln command needs typer and rich: pip install 'lln-attention[cli,report]'"
     ) from None
 
+from lln.cli_bench import bench_app, let_waiting_threads_sleep
 from lln.cli_classify import train_app
 from lln.cli_train import sweep
 
@@ -23,7 +23,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help in 0.2 s, where drawing boxes takes three times as long
 )
-bench_app = typer.Typer(invoke_without_command=True)
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
 app.command()(sweep)
@@ -60,7 +59,7 @@ def demo(
     Measures entropy and spectral gap against temperature, exact retrieval, and time and memory
     against length; prints tables and writes a self-contained HTML page.
     """
-    _let_waiting_threads_sleep()
+    let_waiting_threads_sleep()
     from lln.demo.run import run
 
     run(out, quick=quick, results=results)
@@ -157,105 +156,6 @@ def inspect(
         raise SystemExit(f"lln inspect: {error}") from None
 
 
-@bench_app.callback()
-def bench(
-    context: typer.Context,
-    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
-    quick: Annotated[bool, typer.Option("--quick", help="Short lengths only.")] = False,
-    backward: Annotated[bool, typer.Option("--backward", help="Also fwd+bwd.")] = False,
-    min_seconds: Annotated[float, typer.Option(help="Least time per case.")] = 1.0,
-) -> None:
-    """Measure speed and memory on this CPU.
-
-    LLN against softmax in one run; checks first that every implementation is right and stops if
-    not. Writes rows as JSON and CSV and a plot, named subject_hardware_date.
-    """
-    if context.invoked_subcommand is not None:
-        return
-    _let_waiting_threads_sleep()
-    from lln.bench.cpu import run
-
-    run(out, quick=quick, backward=backward, min_seconds=min_seconds)
-
-
-@bench_app.command("gpu")
-def bench_gpu(
-    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
-    quick: Annotated[bool, typer.Option("--quick", help="Two lengths only.")] = False,
-    minutes: Annotated[
-        float | None, typer.Option(help="Stop after; what the targets are about comes first.")
-    ] = None,
-) -> None:
-    """Measure the kernels on a CUDA device.
-
-    Time and share of the memory-bandwidth floor for LLN, LLN+Diag, causal LLN and decoding, beside
-    softmax by cuDNN and FlashAttention; checks first and stops if a kernel is wrong.
-    """
-    from lln.bench.gpu import run
-
-    run(out, quick=quick, minutes=minutes)
-
-
-@bench_app.command("resources")
-def bench_resources(
-    arch: Annotated[int, typer.Option(help="80, 90 or 100: A100, H200, B200.")] = 90,
-    op: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
-    width: Annotated[list[int] | None, typer.Option(help="64, 128 or 256; repeatable.")] = None,
-    dtype: Annotated[
-        list[str] | None, typer.Option(help="bfloat16, float16 or float32; repeatable.")
-    ] = None,
-    masked: Annotated[
-        bool, typer.Option("--masked", help="With key masks and lengths that no tile divides.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder that also keeps the rows.")] = None,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes that compile; default one per core.")
-    ] = None,
-) -> None:
-    """Compile the kernels and show what they occupy; needs no GPU.
-
-    Registers, spilled bytes and shared memory of every kernel, and how many of its programs run on
-    a multiprocessor at a time. Exits with 1 if a kernel does not fit.
-    """
-    from lln.bench.offline import CannotCompile
-    from lln.bench.resources import run
-
-    chosen = {"ops": op, "widths": width, "dtypes": dtype, "masked": masked}
-    try:
-        run(arch=arch, folder=out, jobs=jobs, **chosen)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    except CannotCompile as error:
-        raise SystemExit(f"lln bench resources: {error}") from None
-
-
-@bench_app.command("tiles")
-def bench_tiles(
-    kernel: Annotated[
-        list[str] | None, typer.Option(help="Only this one, e.g. diag_backward; repeatable.")
-    ] = None,
-    width: Annotated[list[int] | None, typer.Option(help="64 or 128; repeatable.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Stop after.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder that keeps the rows.")] = None,
-) -> None:
-    """Try other tiles of the kernels on a CUDA device.
-
-    Each is compiled, checked and timed in its op beside the one in use; says which would be faster,
-    changes nothing.
-    """
-    from lln.bench.tiles import run
-
-    try:
-        run(out, kernels=kernel, widths=width, minutes=minutes)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-def _let_waiting_threads_sleep() -> None:
-    """Before torch loads: OpenMP threads that spin at barriers ruin times on a busy machine."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
 @app.command()
 def figure(
     name: Annotated[str | None, typer.Argument(help="1, 2, 5a … 7, 8a, 8b, 9, 10a, 10b.")] = None,
@@ -298,42 +198,6 @@ def verify() -> None:
 
     if not run():
         raise typer.Exit(1)
-
-
-@bench_app.command("monitor")
-def bench_monitor(
-    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    steps: Annotated[int, typer.Option(min=3, help="Of each kind.")] = 30,
-) -> None:
-    """Measure what the monitor adds to training.
-
-    Ordinary and watched steps of a small RoBERTa in turn; the share of the time that watching takes
-    at the default rate.
-    """
-    from lln.bench.monitor import run
-
-    run(out, device=device, steps=steps)
-
-
-@bench_app.command("zoo")
-def bench_zoo(
-    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    quick: Annotated[bool, typer.Option("--quick", help="Short lengths only.")] = False,
-    mechanism: Annotated[
-        list[str] | None, typer.Option(help="Only this one; may be repeated.")
-    ] = None,
-    min_seconds: Annotated[float, typer.Option(help="Least time per case on a CPU.")] = 0.3,
-) -> None:
-    """Measure every mechanism of the zoo against N.
-
-    Forward and forward + backward time and peak memory of a layer, and the fitted exponents of
-    their growth; softmax with its matrix and by SDPA. Writes rows as JSON and CSV and a plot.
-    """
-    from lln.bench.zoo import run
-
-    run(out, device=device, quick=quick, names=mechanism, min_seconds=min_seconds)
 
 
 @app.command()

@@ -37,9 +37,11 @@ LAYERS: dict[str, set[str]] = {
     "verify": {"figures", "instruments", "moments", "ops"},
     "inspection": {"bench", "hf", "instruments", "moments", "ops", "report", "files", "data"},
     "experiments": {"bench", "models", "hf", "zoo", "instruments", "data", "files"},
+    "cli_bench": {"bench"},
     "cli_train": {"experiments"},
     "cli_classify": {"cli_train", "experiments"},
     "cli": {
+        "cli_bench",
         "cli_train",
         "cli_classify",
         "demo",
@@ -80,6 +82,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "experiments": ALWAYS_PRESENT
     | {"transformers", "accelerate", "safetensors", "tokenizers", "sklearn", "scipy", "tensorboard"}
     | {"rich", "PIL"},
+    "cli_bench": {"typer"},
     "cli_train": {"typer"},
     "cli_classify": {"typer"},
     "cli": {"typer", "rich"},
@@ -88,6 +91,7 @@ THIRD_PARTY: dict[str, set[str]] = {
 # Files that load only on demand and therefore may import an extra at their top.
 EXTRAS_AT_THE_TOP = {
     "cli.py": {"typer"},
+    "cli_bench.py": {"typer"},
     "cli_train.py": {"typer"},
     "cli_classify.py": {"typer"},
     "bench/cpu.py": {"rich"},
