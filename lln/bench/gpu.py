@@ -100,9 +100,16 @@ def compile_ahead(cases: Sequence[Case], processes: int) -> None:
     """
     ours = dict.fromkeys(case for case in cases if case.impl == "triton")
     small = dict.fromkeys(replace(case, N=LENGTH, H=2, B=2) for case in ours)
-    groups = [g for i in range(processes) if (g := [*small, *ours][i::processes])]
+    in_processes(_run_once, [*small, *ours], processes, MOST_SECONDS)
+
+
+def in_processes(
+    work: Callable[[Sequence[Any]], None], items: Sequence[Any], processes: int, seconds: float
+) -> None:
+    """``work`` on equal shares of ``items``, for as long as ``seconds``."""
+    groups = [group for i in range(processes) if (group := items[i::processes])]
     with get_context("spawn").Pool(max(1, len(groups))) as pool, contextlib.suppress(TimeoutError):
-        pool.map_async(_run_once, groups).get(MOST_SECONDS)  # a process that dies never answers
+        pool.map_async(work, groups).get(seconds)  # a process that dies never answers
 
 
 def _run_once(cases: Sequence[Case]) -> None:

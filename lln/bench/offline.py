@@ -15,7 +15,6 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -151,10 +150,8 @@ def compiling(arch: int) -> Iterator[list[Any]]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from lln.ops.triton import launch_causal
-
     launched: list[Any] = []
-    run, factors = JITFunction.run, launch_causal.factors
+    run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         try:
@@ -163,11 +160,6 @@ def compiling(arch: int) -> Iterator[list[Any]]:
             reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
             raise RuntimeError(f"{self.__name__} does not compile: {reason}") from error
         return launched[-1]
-
-    def factors_on_device(q: Any) -> dict[str, Any]:
-        # The launcher would choose what the interpreter can multiply: q is on the CPU.
-        on_device: Any = SimpleNamespace(dtype=q.dtype, is_cuda=True)
-        return factors(on_device)
 
     before = dict(vars(driver))  # reading driver.active would look for a device
     with contextlib.ExitStack() as undo:
@@ -180,7 +172,6 @@ def compiling(arch: int) -> Iterator[list[Any]]:
         driver.set_active(_AbsentDevice(arch))  # pyright: ignore[reportArgumentType]
         there = ARCHITECTURES[arch].multiprocessors
         undo.enter_context(patch.object(tiles, "multiprocessors", lambda _: there))
-        undo.enter_context(patch.object(launch_causal, "factors", factors_on_device))
         undo.enter_context(patch.object(JITFunction, "run", compile_only))
         yield launched
 

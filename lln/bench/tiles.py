@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import TimeoutError, get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from rich.table import Table
 from lln.bench import machine, sweep
 from lln.bench.cases import FORWARD, TRAINING, Case, call, inputs
 from lln.bench.check import check
-from lln.bench.gpu import MOST_PROCESSES, SERIES, TOKENS, time_launch
+from lln.bench.gpu import MOST_PROCESSES, SERIES, TOKENS, in_processes, time_launch
 from lln.ops.triton import tiles
 from lln.ops.triton.tiles import Tile
 
@@ -114,15 +113,8 @@ def forget_plans() -> None:
         remembered.cache_clear()
 
 
-def compile_ahead(wanted: Sequence[Trial], processes: int) -> None:
-    """As :func:`lln.bench.gpu.compile_ahead`: every trial once, in several processes."""
-    groups = [group for i in range(processes) if (group := wanted[i::processes])]
-    pool = get_context("spawn").Pool(max(1, len(groups)))
-    with pool, contextlib.suppress(TimeoutError):
-        pool.map_async(_run_once, groups).get(COMPILE_SECONDS)
-
-
 def _run_once(group: Sequence[Trial]) -> None:
+    """Compile every trial by using it; what cannot run is left to :func:`measure`."""
     for trial in group:
         with contextlib.suppress(Exception), using(trial):
             check([trial.case])
@@ -205,7 +197,7 @@ def run(
         raise SystemExit(1)
     gc.freeze()
     console.print(f"compiling {len(wanted)} tiles")
-    compile_ahead(wanted, min(MOST_PROCESSES, os.cpu_count() or 1))
+    in_processes(_run_once, wanted, min(MOST_PROCESSES, os.cpu_count() or 1), COMPILE_SECONDS)
     facts: dict[str, Any] = machine.facts("cuda")
     found: list[sweep.Row] = []
     for row in rows(wanted, measure, end=end, watch=lambda text: console.print(text)):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from lln.bench.cases import FORWARD, TRAINING
 from lln.bench.check import CheckFailed
 from lln.bench.layers import OURS, SEED, LayerCase, call, check, layer_cases
 from lln.bench.memory import peaks, resident_peak, serve
+from lln.bench.precision import tf32_products
 from lln.bench.timing import time_call
 from lln.report.labelled import Curve, labelled_plot
 
@@ -66,7 +66,7 @@ def run(
         for failure in failures:
             console.print(f"[bold red]not measured:[/] {failure}")
         bars.update(task, total=len(cases))
-        with tf32_products(device):
+        with tf32_products(device.startswith("cuda")):  # as in training; not while checking
             rows.extend(measure(cases, min_seconds=min_seconds, watch=watch))
 
     if not rows:
@@ -98,18 +98,6 @@ def checked(cases: Sequence[LayerCase]) -> tuple[list[LayerCase], list[str]]:
         except CheckFailed as failure:
             failures.append(str(failure))
     return right, failures
-
-
-@contextmanager
-def tf32_products(device: str) -> Iterator[None]:
-    """Products of float32 matrices in TF32 on a GPU, as in training; not while checking."""
-    before = torch.get_float32_matmul_precision()
-    if device.startswith("cuda"):
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def measure(

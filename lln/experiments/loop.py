@@ -16,12 +16,12 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from lln import files
+from lln.bench.precision import tf32_products
 from lln.experiments import checkpoint
 from lln.experiments.config import TrainConfig
 from lln.experiments.engine import Engine, make_accelerator
@@ -65,23 +65,12 @@ def train(
         accelerator.wait_for_everyone()
     if accelerator.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    with _tf32_products(accelerator.device.type == "cuda" and config.precision != "fp32"):
+    # what autocast leaves in float32 may be TF32 in a run of half precision
+    with tf32_products(accelerator.device.type == "cuda" and config.precision != "fp32"):
         engine = Engine(accelerator, task.build(), task, config)
         run = _Run(task, config, folder, engine, progress or Silent(), tensorboard)
         with contextlib.closing(run):
             return run.to_the_end(test=test)
-
-
-@contextlib.contextmanager
-def _tf32_products(wanted: bool) -> Iterator[None]:
-    """What autocast leaves in float32 may be TF32 in a run of half precision; not after it."""
-    before = torch.get_float32_matmul_precision()
-    if wanted:
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 class _Run:

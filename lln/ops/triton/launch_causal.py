@@ -41,7 +41,8 @@ def factors(q: Tensor) -> dict[str, Any]:
     bfloat16 has them; float16 inputs have three more digits, so their factors are two bfloat16
     numbers each. Triton's interpreter has no dot of bfloat16.
     """
-    if q.dtype == torch.float32 or not q.is_cuda:
+    interpreted = not isinstance(causal_kernel, triton.JITFunction)
+    if q.dtype == torch.float32 or interpreted:
         return {"WIDE": tl.float32, "TERMS": 3}
     return {"WIDE": tl.bfloat16, "TERMS": 2 if q.dtype == torch.float16 else 1}
 
