@@ -9,12 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lln.ops.triton.causal_backward_kernels import (
-    causal_dkdv_kernel,
-    causal_dq_kernel,
-    summarize_queries_kernel,
-)
-from lln.ops.triton.causal_kernels import causal_kernel, scan_kernel
+from lln.ops.triton.causal_dkdv_kernels import causal_dkdv_kernel, summarize_queries_kernel
+from lln.ops.triton.causal_dq_kernels import causal_dq_kernel
+from lln.ops.triton.causal_kernels import causal_kernel
+from lln.ops.triton.causal_state_kernels import scan_kernel
 from lln.ops.triton.launch import empty_lse, precise, summarize_parts
 from lln.ops.triton.library import (
     alike,

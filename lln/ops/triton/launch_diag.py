@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lln.ops.triton.diag_kernels import diag_backward_kernel, diag_kernel
+from lln.ops.triton.diag_backward_kernels import diag_backward_kernel
+from lln.ops.triton.diag_kernels import diag_kernel
 from lln.ops.triton.launch import Merged, few_parts, precise
 from lln.ops.triton.library import (
     alike,
