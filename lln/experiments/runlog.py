@@ -17,6 +17,7 @@ from typing import Any
 from lln import files
 from lln.bench import machine
 from lln.experiments.config import TrainConfig
+from lln.experiments.turn import shares_device
 from lln.instruments.rows import Row, RowFile, number, read_rows
 
 CURVE, MONITOR = "curve.jsonl", "monitor.jsonl"
@@ -112,6 +113,7 @@ def result_row(
         "digest": config.digest(settings),
         **machine.facts(device),
         "transformers": machine.version("transformers"),
+        "shared": shares_device(),
         "seconds": round(seconds, 2),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }

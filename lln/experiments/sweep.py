@@ -12,7 +12,8 @@ its rows, and an interrupted pre-training continues.
 The speed of a run with ``"timed": true`` is reported, so nothing else is trained while it is being
 timed. What comes next is started ahead all the same: the next timed run imports, reads, builds and
 compiles, and stops before its first update that is timed; what follows the running one imports its
-packages. Then what follows goes first, and the next timed run when nothing else is left to run.
+packages. Then what follows goes first, and the next timed run when nothing else is left to run. The
+row of a run that may have had company says so (``shared``), and no table shows its speed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from lln.experiments import jobs
 from lln.experiments.estimate import known_seconds
 from lln.experiments.jobs import Key, Place, Spec
 from lln.experiments.runlog import has_row
-from lln.experiments.turn import TURN, Gate, can_wait
+from lln.experiments.turn import SHARED, TURN, Gate, can_wait
 
 OF_THE_SWEEP = ("run", "slots", "timed", "then")  # the rest are fields of the run
 POLL_SECONDS = 0.2
@@ -295,6 +296,8 @@ class Sweep:
         job.place.folder.mkdir(parents=True, exist_ok=True)
         threads = max(1, (os.cpu_count() or 1) // self.slots)
         environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+        if self._places(job) < self.slots:
+            environment[SHARED] = "1"
         gate = Gate(job.place.folder / "turn") if ahead else None
         if gate is not None:
             environment[TURN] = str(gate.path)

@@ -3,6 +3,7 @@
     gate = Gate(path)          in the sweep, which starts a process with LLN_TURN=path
     wait_for_turn()            in that process, before it would disturb others
     gate.open()                in the sweep: the process goes on
+    shares_device()            in any process: whether others run at the same time
 
 The gate is a lock that the sweep holds, so that it also opens when the sweep ends, however that may
 be, and nobody waits for ever.
@@ -19,6 +20,7 @@ from pathlib import Path
 from lln import files
 
 TURN = "LLN_TURN"  # the file of the gate; not set: there is nothing to wait for
+SHARED = "LLN_SHARED"  # set: other runs may use the device at the same time
 
 
 def wait_for_turn(*modules: str) -> float:
@@ -36,6 +38,11 @@ def wait_for_turn(*modules: str) -> float:
     since = time.perf_counter()
     with files.locked(path):
         return time.perf_counter() - since
+
+
+def shares_device() -> bool:
+    """Whether other runs of the sweep may use the device now, so that speed says nothing."""
+    return SHARED in os.environ
 
 
 class Gate:

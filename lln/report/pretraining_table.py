@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lln.report.results import (
@@ -17,6 +17,7 @@ from lln.report.results import (
     origin,
     origin_text,
     setting,
+    was_alone,
 )
 from lln.report.tables import Table
 
@@ -55,7 +56,7 @@ def _table(rows: list[Row], curves: Sequence[Row]) -> Table:
         row for row in rows if row["configuration"].get("learning_rate") == rates[_variant(row)]
     ]
     by_variant = grouped(sorted(rows, key=in_paper_order), _variant)
-    seconds = min(row["train_seconds"] for row in rows)
+    seconds = min((row["train_seconds"] for row in rows if was_alone(row)), default=None)
     found = [_mechanism(own, of_run, seconds) for own in by_variant.values()]
     first = rows[0]["configuration"]
     amount = first["steps"] * first["batch_size"] * first["length"] / 1e6
@@ -65,8 +66,8 @@ def _table(rows: list[Row], curves: Sequence[Row]) -> Table:
     )
     notes = [
         *([SINUSOIDS] if first.get("positions") == "sinusoid" else []),
-        "Loss: of validation, nats per hidden token; at equal tokens all runs are at their end, at "
-        f"equal time after the {seconds:,.0f} s that the fastest run trained.",
+        "Loss: of validation, nats per hidden token, after equally many tokens.",
+        *_about_time(rows, seconds),
         f"Learning rates tried, the best by this loss shown: {', '.join(f'{x:g}' for x in tried)}.",
         "LLN share: of the output of LLN+Diag, mean over layers and heads, last measured.",
         origin_text(rows),
@@ -75,16 +76,25 @@ def _table(rows: list[Row], curves: Sequence[Row]) -> Table:
     return Table(title, columns, [line for line, _ in found], notes, [each for _, each in found])
 
 
+def _about_time(rows: list[Row], seconds: float | None) -> Iterator[str]:
+    if seconds is not None:
+        yield f"Equal time: after the {seconds:,.0f} s that the fastest run trained."
+    if not all(was_alone(row) for row in rows):
+        yield "No speed: the run shared its GPU with others."
+
+
 def _mechanism(
-    rows: list[Row], curves: dict[tuple[str, int], list[Row]], seconds: float
+    rows: list[Row], curves: dict[tuple[str, int], list[Row]], seconds: float | None
 ) -> tuple[list[str], dict[str, Any]]:
     own = [line for row in rows for line in curves.get((row["digest"], row["seed"]), [])]
+    timed = [row for row in rows if was_alone(row)]
+    of_timed = [line for row in timed for line in curves.get((row["digest"], row["seed"]), [])]
     values = {
         "loss": Mean.of(row["loss"] for row in rows),
         "loss_at_equal_time": Mean.of(
-            value for line in own if (value := loss_after(line["rows"], seconds)) is not None
+            value for line in of_timed if (value := loss_after(line["rows"], seconds)) is not None
         ),
-        "tokens_per_second": Mean.of(row["tokens_per_second"] for row in rows),
+        "tokens_per_second": Mean.of(row["tokens_per_second"] for row in timed),
         "peak_gb": Mean.of(row["peak_mb"] / 1024 for row in rows if row.get("peak_mb") is not None),
         "lln_share": Mean.of(
             value for line in own if (value := last_share(line["rows"])) is not None
@@ -120,11 +130,11 @@ def _mechanism(
     return line, record
 
 
-def loss_after(rows: Sequence[Row], seconds: float) -> float | None:
+def loss_after(rows: Sequence[Row], seconds: float | None) -> float | None:
     """Validation loss after some time of training, on a straight line between evaluations."""
     points = [(row["seconds"], row["loss"]) for row in rows if row.get("kind") == "eval"]
     points = [point for point in points if point[1] is not None]
-    if not points or points[-1][0] < seconds - 1:
+    if seconds is None or not points or points[-1][0] < seconds - 1:
         return None
     for (start, before), (end, after) in itertools.pairwise(points):
         if start <= seconds <= end:

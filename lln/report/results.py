@@ -43,6 +43,11 @@ SETTING = (
 OLDER = {"positions": "normal"}  # of rows written before there was a choice
 
 
+def was_alone(row: Row) -> bool:
+    """Whether a run had its device for itself, so that its speed says something."""
+    return not row.get("shared", False)
+
+
 def setting(configuration: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of :data:`SETTING` of a pre-training."""
     return {name: configuration.get(name, OLDER.get(name)) for name in SETTING}

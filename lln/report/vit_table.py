@@ -17,6 +17,7 @@ from lln.report.results import (
     options,
     origin,
     origin_text,
+    was_alone,
 )
 from lln.report.tables import Table
 
@@ -73,7 +74,8 @@ def _line(name: str, rows: list[Row]) -> tuple[list[str], dict[str, Any]]:
     first = best[0]
     same_task = first["configuration"].get("classes") == ["cat", "dog"]
     printed = TABLE_3.get(first["mechanism"]) if same_task else None
-    time, memory = (Mean.of(row.get(key) for row in best) for key in ("step_ms", "peak_mb"))
+    time = Mean.of(row.get("step_ms") for row in best if was_alone(row))
+    memory = Mean.of(row.get("peak_mb") for row in best)
     line = [
         name,
         "–" if accuracy is None else accuracy.text(2, 100),

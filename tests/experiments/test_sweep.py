@@ -256,3 +256,19 @@ def test_every_mechanism_of_table_1_is_pretrained_and_fine_tuned(tmp_path, data,
     config = glue.recipe("sst2", epochs=1, batch_size=8, max_length=32, rates=[1e-3])
     row = glue.run(config, run_folder, data_folder=data)
     assert row["mechanism"] == spec["attention"] and 0 <= row["accuracy"] <= 1
+
+
+def test_a_row_says_whether_its_run_may_have_shared_the_device(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        Fake, "command", lambda self: [sys.executable, "-S", "-c", SHARES, self.keys[0][0]]
+    )
+    shown = {}
+    for name, slots, timed in (("narrow", 1, False), ("wide", 2, False), ("timed", 1, True)):
+        made = job(tmp_path, name, slots=slots)
+        made.timed = timed
+        run([made], slots=2)
+        shown[name] = (made.place.folder / "log.txt").read_text().strip()
+    assert shown == {"narrow": "narrow True", "wide": "wide False", "timed": "timed False"}
+
+
+SHARES = 'import os, sys; print(sys.argv[1], "LLN_SHARED" in os.environ)'

@@ -173,6 +173,27 @@ def test_the_table_of_pretraining_compares_at_equal_tokens_and_time(tmp_path):
     json.dumps(table.records)
 
 
+def test_a_pretraining_that_shared_its_device_shows_its_loss_but_no_speed(tmp_path):
+    timed = {**mlm("softmax", 3.5), "digest": "a", "train_seconds": 100.0}
+    other = {**mlm("lln", 3.4), "digest": "b", "train_seconds": 50.0, "shared": True}
+    rows = []
+    for row in (timed, other):
+        row |= {"tokens_per_second": 1e6 / row["train_seconds"]}
+        row["configuration"] |= {"precision": "bf16", "batches": "packed"}
+        end = {"kind": "eval", "step": 1, "seconds": row["train_seconds"], "loss": row["loss"]}
+        rows += [row, {**row, "rows": [{**end, "step": 0, "seconds": 0.0, "loss": 9.0}, end]}]
+    write(tmp_path, rows)
+    (table,) = tables.make("pretraining", tmp_path)
+    cells = by_name(table)
+    assert (cells["LLN"]["loss"], cells["LLN"]["at equal time"]) == ("3.400", "–")
+    assert (cells["LLN"]["tokens/s"], cells["Softmax"]["tokens/s"]) == ("–", "10,000")
+    assert cells["Softmax"]["at equal time"] == "3.500"  # of the runs that were alone
+    assert any("shared its GPU" in note for note in table.notes)
+    write(tmp_path, [{**row, "shared": True} for row in rows])
+    (table,) = tables.make("pretraining", tmp_path)
+    assert by_name(table)["Softmax"]["at equal time"] == "–"
+
+
 def test_rows_are_counted_once_and_curves_and_torn_lines_not(tmp_path):
     first, second = glue("lln", "rte", 0.5), glue("lln", "rte", 0.6)
     write(tmp_path, [first, {**first, "rows": []}, second])
