@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,6 +36,18 @@ if DEVICE == "cpu":
 @pytest.fixture
 def device() -> str:
     return DEVICE
+
+
+@pytest.fixture(autouse=True)
+def no_kernel_leaves_its_tensors() -> Iterator[None]:
+    """Of the interpreter; a GPU would notice only by chance."""
+    if DEVICE != "cpu":
+        yield
+        return
+    from tests.ops.triton.bounds import guarded
+
+    with guarded():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
