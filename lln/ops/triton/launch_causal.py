@@ -46,10 +46,11 @@ def factors(q: Tensor) -> dict[str, Any]:
 
 
 def carried_values(d: int, e: int) -> int:
-    """Columns of the carried mean: no fewer than its features, up to 64.
+    """Columns of a tile of values: no fewer than there are features, up to 64.
 
-    As the right operand of a dot in the loop, 64 features by 16 values came out wrong on an H200
-    (Triton 3.6), whatever the stages; 64 by 64 and 16 by 16 do not.
+    Compiled by Triton 3.6 for an H200, 64 features by 16 values came out wrong in the forward pass,
+    whatever the stages, and 64 by 32 in float16 left its memory in the backward pass, which the
+    interpreter does not (tests/ops/triton/bounds.py). 64 by 64 and 16 by 16 do neither.
     """
     return max(padded(e), min(padded(d), 64))
 
@@ -121,7 +122,7 @@ def causal_backward(
     flags = q.new_empty((b * heads, count), dtype=torch.int32)
     alpha_sums = floats(q, b, heads, count) if need_alpha else None
     beta_sums = floats(q, b, kv_heads, group, count) if need_beta else None
-    widths = {"D": d, "E": e, "BD": padded(d), "BE": padded(e)}
+    widths = {"D": d, "E": e, "BD": padded(d), "BE": carried_values(d, e)}
     options = {
         "ROWS": CHUNK,
         "FULL": tokens % CHUNK == 0,
@@ -175,8 +176,9 @@ def summarize_queries(
     with on_device(q):
         summarize_queries_kernel[(count - first, b * heads)](
             q, dout, lse, delta, alpha, parts, *strides(q), *strides(dout), *alpha.stride(),
-            heads, tokens, span, first, D=d, E=e, BD=padded(d), BE=padded(e), ROWS=CHUNK,
-            FULL=tokens % CHUNK == 0, PRECISE=precise(q), ALIKE=alike(q, dout), **t.options,
+            heads, tokens, span, first, D=d, E=e, BD=padded(d), BE=carried_values(d, e),
+            ROWS=CHUNK, FULL=tokens % CHUNK == 0, PRECISE=precise(q), ALIKE=alike(q, dout),
+            **t.options,
         )  # fmt: skip
     scan(parts, after, Given(None, None), d, e, reverse=True)
     return after
