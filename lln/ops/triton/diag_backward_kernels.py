@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from lln.ops.triton.diag_kernels import load_scales, visible_in_blocks
+from lln.ops.triton.diag_kernels import load_scales, softmax_rows, visible_in_blocks
 from lln.ops.triton.features import (
     LOG2E,
     as_float,
@@ -72,7 +72,6 @@ def query_gradients(
     ADD: tl.constexpr,
 ):
     """Store dq of a tile of one query head and its slopes; return q, dO, weighted R and dS."""
-    kept: tl.constexpr = 2 if PRECISE else 1
     q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
     dout = load_tile(DOUT, dout_row, start, end, rows, values, E, BE, FULL)
     dq = tl.zeros([ROWS, BD], tl.float32)
@@ -90,11 +89,19 @@ def query_gradients(
             tl.store(DALPHA, slope)
         # factors go where they are multiply-adds: this kernel is bound by its instructions
         dq = p * (g * (alpha * weight) - (delta * alpha * weight)[:, None])
-    lse = LSE + (kept * tokens if LINEAR else 0)
     s = dot_scores(q, tl.trans(k)) * (scale * LOG2E)
-    r = tl.exp2(minus_lse(s, lse, tokens, start, end, rows, extra, PRECISE))
-    if MASKED:
-        r = tl.where(seen, r, 0.0)
+    if PRECISE:
+        # anew: scores of 1e4 computed twice may differ by 1e-3, and then R would not add up to one
+        if MASKED:
+            s = tl.where(seen, s, float("-inf"))
+        r = softmax_rows(s)
+        if AVERAGE:
+            r *= 0.5
+    else:
+        lse = LSE + (tokens if LINEAR else 0)
+        r = tl.exp2(minus_lse(s, lse, tokens, start, end, rows, extra, False))
+        if MASKED:
+            r = tl.where(seen, r, 0.0)
     dr = dot(dout, tl.trans(v))
     epsilon = tl.sum(r * dr, axis=1) * twice
     if not AVERAGE:

@@ -54,6 +54,14 @@ def visible_in_blocks(
 
 
 @jit
+def softmax_rows(s):
+    """Base-2 softmax over the columns; a row that sees nothing is 0."""
+    r = tl.exp2(s - tl.maximum(tl.max(s, axis=1), FLOOR)[:, None])
+    weight = tl.sum(r, axis=1)
+    return r / tl.where(weight == 0.0, 1.0, weight)[:, None]
+
+
+@jit
 def load_scales(ALPHA, MIX, b, h, alpha_batch, alpha_head, LINEAR: tl.constexpr):
     """(alpha, weight of the linear branch): one half, or a number per head; 0 if not LINEAR."""
     alpha, share = 0.0, 0.0
@@ -119,7 +127,7 @@ def diag_kernel(
     """OUT of ``span`` tokens of one head: both branches, or (not LINEAR) the block-diagonal one.
 
     The state of the linear branch comes as in :func:`read_kernel`. SAVE keeps the logsumexp of each
-    branch: LSE[head] = linear rows, then block-diagonal rows.
+    branch: LSE[head] = linear rows, then block-diagonal rows, the latter not for float32.
     """
     if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
         k_row = q_row
@@ -138,7 +146,7 @@ def diag_kernel(
     if HAS_MASK:
         MASK += b * mask_batch
     if SAVE:
-        LSE += head * tokens * kept * (2 if LINEAR else 1)
+        LSE += head * tokens * ((kept if LINEAR else 0) + (0 if PRECISE else 1))
     if LINEAR:
         alpha, share = load_scales(ALPHA, MIX, b, h, alpha_batch, alpha_head, LINEAR)
         alpha *= LOG2E
@@ -169,9 +177,9 @@ def diag_kernel(
         weight = tl.sum(r, axis=1)
         r *= (local / tl.where(weight == 0.0, 1.0, weight))[:, None]
         out = dot(r.to(dtype), v)
-        if SAVE:
-            lse = LSE + (kept * tokens if LINEAR else 0)
-            store_lse(lse, tokens, start, end, rows, top, weight, PRECISE)
+        if SAVE and not PRECISE:
+            lse = LSE + (tokens if LINEAR else 0)
+            store_lse(lse, tokens, start, end, rows, top, weight, False)
         if LINEAR:
             x = as_float(q, eye) * alpha + log_mass[None, :]
             top = tl.maximum(tl.max(x, axis=1), FLOOR)

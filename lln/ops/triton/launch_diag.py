@@ -20,10 +20,14 @@ from lln.ops.triton.tiles import DIAG_PROGRAM, block_tile, padded, split
 
 
 def empty_diag_lse(q: Tensor, *, linear: bool) -> Tensor:
-    """Uninitialised logsumexp of every query: [B, H, branches × (2 if float32), N]."""
+    """Uninitialised logsumexp of every query: [B, H, rows, N].
+
+    Half precision keeps a row per branch; float32 two for the linear branch and none for the other,
+    whose backward pass takes its softmax anew.
+    """
     b, heads, tokens, _ = q.shape
-    kept = (2 if precise(q) else 1) * (2 if linear else 1)
-    return floats(q, b, heads, kept, tokens)
+    kept = (2 if precise(q) else 1) if linear else 0
+    return floats(q, b, heads, kept + (0 if precise(q) else 1), tokens)
 
 
 def diag(
