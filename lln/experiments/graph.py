@@ -79,7 +79,8 @@ class Graphs:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with recording(graph, capture_error_mode="thread_local"):
+            # on the stream of ordinary updates, so that gradients are gathered where those did it
+            with recording(graph, stream=self.side, capture_error_mode="thread_local"):
                 result = self.update(own)
         except RuntimeError as error:
             self.usable = False
