@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -26,6 +28,22 @@ def assert_matches(
     allowed = factor * ((plain - exact).abs().max().item() + accumulated) + rounding
     error = (got - exact).abs().max()
     assert error <= allowed, f"{name}: max error {error:.2e} exceeds {allowed:.2e}"
+
+
+@contextlib.contextmanager
+def never_waiting() -> Iterator[None]:
+    """Whatever waits for the CUDA device raises."""
+
+    def switch(mode: str) -> None:
+        with warnings.catch_warnings():  # that it is a prototype
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode(mode)
+
+    switch("error")
+    try:
+        yield
+    finally:
+        switch("default")
 
 
 def relative_error(got: Tensor, exact: Tensor) -> float:

@@ -17,6 +17,7 @@ from lln.experiments.jobs import glue as glue_job
 from lln.experiments.pretrained import Pretrained
 from lln.instruments.rows import read_rows
 from tests.experiments.small_glue import pretrain, write_glue
+from tests.helpers import never_waiting
 
 QUICK = {"epochs": 4, "batch_size": 8, "max_length": 32, "rates": (3e-3,)}
 QUICK |= {"dropout": 0.0}
@@ -189,9 +190,6 @@ def test_batches_do_not_wait_for_the_gpu(places):
     task = glue.Finetuning(config, body, glue.encoded(config, body, find("sst2", data)), {})
     task.prepare(torch.device("cuda"))
     task.batch(0, slice(0, 8))  # an epoch is put onto the device at once
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         found = [task.batch(step, slice(0, 8)) for step in range(1, 4)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(x.is_cuda for batch in found for x in batch.values())

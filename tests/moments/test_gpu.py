@@ -6,12 +6,9 @@ import pytest
 import torch
 
 from lln.moments import calibrate, match_moments, score_variance, standard_deviations
-from tests.helpers import random_qkv
+from tests.helpers import never_waiting, random_qkv
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature"),
-]
+pytestmark = pytest.mark.gpu
 VARIANTS = [("paper", False), ("variance", False), ("entropy", False), ("entropy", True)]
 
 
@@ -46,11 +43,8 @@ def test_calibration_matches_the_cpu_and_never_waits(inputs, method, normalize_k
     options = {"method": method, "normalize_keys": normalize_keys, "target": "measured"}
     q, k, masks = on_gpu(*inputs)
     calibrate(q, k, **masks, **options)  # compiles kernels
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         got = calibrate(q, k, **masks, **options)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     expected = calibrate(*inputs[:2], **inputs[2], **options)
     for x, y in zip(got, expected, strict=True):
         assert x.is_cuda

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 
 import pytest
@@ -10,21 +9,10 @@ import torch
 from torch import nn
 
 from lln.nn import LLNAttention, LLNMultiheadAttention
+from tests.helpers import never_waiting
 from tests.nn.inputs import embeddings, padding, qkv
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature"),
-]
-
-
-@contextlib.contextmanager
-def no_synchronisation():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+pytestmark = pytest.mark.gpu
 
 
 OPTIONS = [
@@ -60,7 +48,7 @@ def test_core_never_waits_for_the_device(options, train):
     valid = padding([77, 40], 77).cuda()
     core = LLNAttention(4, 32, num_kv_heads=2, dropout=0.1, **options).cuda().train(train)
     core(q, k, v, valid, valid)  # compiles kernels, uploads tables
-    with no_synchronisation():
+    with never_waiting():
         out = core(q, k, v, valid, valid)
     assert out.shape == q.shape
 
@@ -73,7 +61,7 @@ def test_multihead_never_waits_for_the_device():
     mask = nn.Transformer.generate_square_subsequent_mask(33, device="cuda")
     arguments = {"key_padding_mask": ignore, "attn_mask": mask, "is_causal": True}
     layer(x, x, x, **arguments)
-    with no_synchronisation():
+    with never_waiting():
         out, _ = layer(x, x, x, **arguments)
     assert out.isfinite().all()
 
