@@ -28,8 +28,15 @@ SINUSOIDS = (
 
 
 def tables(rows: Sequence[Row], curves: Sequence[Row] = ()) -> list[Table]:
-    """One for each scale at which at least two mechanisms were pre-trained, the largest first."""
-    trained = [row for row in rows if row["subject"] == "mlm"]
+    """One for each scale at which at least two mechanisms were pre-trained, the largest first.
+
+    Fig. 1 has a model of its own, trained to be looked at and not to the end.
+    """
+    trained = [
+        row
+        for row in rows
+        if row["subject"] == "mlm" and row["configuration"].get("recipe") != "figure-1"
+    ]
     scales = grouped(trained, _scale)
     found = [own for own in scales.values() if len({_variant(row) for row in own}) > 1]
     return [_table(own, curves) for own in sorted(found, key=_size, reverse=True)]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lln.report.figures import Axis
 from lln.report.panels import Curve, Panel
-from lln.report.results import Row, grouped, in_paper_order, mechanism
+from lln.report.results import Row, grouped, in_paper_order, mechanism, was_alone
 from lln.report.run_figures import RunFigure
 
 # What may differ between runs that are compared: the attention, and what was chosen for each.
@@ -68,19 +68,24 @@ def losses(lines: Sequence[Row]) -> list[Panel]:
     chosen = _comparable(lines, lambda line: line["configuration"].get("precision") != "fp16")
     if not chosen:
         return []
-    note = _scale(chosen[0])
+    note = timed = _scale(chosen[0])
+    if not all(was_alone(line) for line in chosen):
+        timed = f"Without runs that shared their GPU. {note}"
     wanted = (
         ("train", "step", "Training loss", UPDATES, note),
         ("eval", "step", "Validation loss", UPDATES, note),
-        ("eval", "seconds", "Validation loss against time", Axis("seconds of training"), note),
+        ("eval", "seconds", "Validation loss against time", Axis("seconds of training"), timed),
     )
     panels = []
     for kind, x, title, axis, about in wanted:
         curves = []
         for slot, line in enumerate(chosen):
+            if x == "seconds" and not was_alone(line):
+                continue
             own = [row for row in line["rows"] if row.get("kind") == kind and row["step"] > 0]
             curves.append(_curve(mechanism(line), own, "loss", slot=slot, x=x))
-        panels.append(Panel(title, curves, axis, NATS, about))
+        if curves:
+            panels.append(Panel(title, curves, axis, NATS, about))
     return panels
 
 

@@ -90,6 +90,14 @@ def test_figure_8a_compares_equals_at_their_best_rate():
     assert panels[2].curves[0].x[-1] == pytest.approx(0.9)
 
 
+def test_figure_8a_leaves_out_of_its_times_who_shared_a_device():
+    alone, shared = line(curve(4.0)), {**line(curve(3.0), attention="lln_diag"), "shared": True}
+    panels = drawn("8a", [alone, shared])
+    assert [len(panel.curves) for panel in panels] == [2, 2, 1]
+    assert panels[2].curves[0].label == "Softmax" and "shared" in panels[2].note
+    assert len(drawn("8a", [{**alone, "shared": True}, shared])) == 2
+
+
 def test_figure_8b_inverts_the_loss_scale():
     lines = [
         line(curve(5.0, scale=65536.0), precision="fp16"),

@@ -49,7 +49,7 @@ class Place:
     def keep_curves(self, row: Row, name: str, curve: list[Row]) -> None:
         """Append a curve of a run as one line, beside what names its row."""
         if curve:
-            names = ("subject", "mechanism", "digest", "seed", "configuration")
+            names = ("subject", "mechanism", "digest", "seed", "shared", "configuration")
             line = {**{key: row[key] for key in names}, "rows": curve}
             if not has_row(self.out / f"{name}.jsonl", row["digest"], row["seed"]):
                 append_row(self.out / f"{name}.jsonl", line)

@@ -40,7 +40,11 @@ class Tile(NamedTuple):
 # Half precision, by the larger of the padded widths; measured on an H200 (sm_90).
 HALF = {
     "summarize": {64: Tile(64, 4, 3, 3), 128: Tile(64, 8, 3, 1), 256: Tile(32, 8, 2, 1)},
-    "read": {64: Tile(64, 4, 3, 3), 128: Tile(64, 8, 3, 2, through=False, registers=128), 256: Tile(64, 8, 2, 1)},
+    "read": {
+        64: Tile(64, 4, 3, 3),
+        128: Tile(64, 8, 3, 2, through=False, registers=128),
+        256: Tile(64, 8, 2, 1),
+    },
     "read_backward": {
         64: Tile(64, 4, 4, 2),
         128: Tile(64, 8, 3, 1, through=False),
