@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lln.baselines.base import Core, Layer, masked_softmax, valid
 from lln.baselines.pseudoinverse import pseudoinverse
 from lln.ops.arguments import check_positive_int
+from lln.ops.convolution import convolve_tokens
 
 
 class Nystromformer(Core):
@@ -62,8 +62,7 @@ class Nystromformer(Core):
         out = left @ (pseudoinverse(middle, steps=self.iterations) @ (right @ v))
         if self.conv is None:
             return out
-        padding = (self.kernel_size // 2, 0)
-        return out + F.conv2d(v, self.conv.to(v), padding=padding, groups=v.shape[1])
+        return out + convolve_tokens(v, self.conv[:, 0, :, 0])
 
 
 def segments(

@@ -1,0 +1,55 @@
+"""A convolution over tokens with one filter per head, as products with a band matrix.
+
+    out_n = Σ_t w_t v_{n + t − K/2},   zero outside the sequence
+
+A block of the output is the product of a band matrix [block, block + K − 1], the same for all
+blocks of a head, and the values around the block: linear in N, what matrix units are made for, and
+with gradients that are the same on every run.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+LEAST_BLOCK = 32
+
+
+def convolve_tokens(
+    v: Float[Tensor, "B H N E"], weight: Float[Tensor, "H K"]
+) -> Float[Tensor, "B H N E"]:
+    """v convolved over its tokens by the filter of its head, in the dtype of v; K is odd.
+
+    Example:
+        >>> convolve_tokens(torch.ones(1, 1, 4, 1), torch.ones(1, 3)).flatten().tolist()
+        [2.0, 3.0, 3.0, 2.0]
+    """
+    batch, heads, tokens, width = v.shape
+    taps = weight.shape[1]
+    if tokens == 0:
+        return v
+    block = max(LEAST_BLOCK, 1 << (taps - 1).bit_length())
+    blocks = -(-tokens // block)
+    side = taps // 2
+    padded = F.pad(v, (0, 0, side, (blocks + 1) * block - tokens - side))
+    # [H, block, B · (blocks + 1) · E]: a product per head, its columns all blocks of all samples
+    columns = padded.unflatten(2, (blocks + 1, block)).permute(1, 3, 0, 2, 4).flatten(2)
+    own, next_ = band(weight.to(v.dtype), block).split([block, taps - 1], dim=2)
+    # a block of the output is a product of the block that starts with it and one of the next
+    sizes = batch, blocks + 1, width
+    first = torch.bmm(own, columns).unflatten(2, sizes)[..., :-1, :]
+    second = torch.bmm(next_, columns[:, : taps - 1]).unflatten(2, sizes)[..., 1:, :]
+    out = (first + second).permute(2, 0, 3, 1, 4)
+    return out.reshape(batch, heads, blocks * block, width)[:, :, :tokens]
+
+
+def band(weight: Float[Tensor, "H K"], block: int) -> Float[Tensor, "H block around"]:
+    """[H, i, j] = w[H, j − i], zero outside the filter."""
+    taps = weight.shape[1]
+    row = torch.arange(block, device=weight.device)[:, None]
+    column = torch.arange(block + taps - 1, device=weight.device)
+    place = torch.arange(taps, device=weight.device)[:, None, None]
+    ones = (column - row == place).to(weight.dtype)  # [K, block, around]: exact in any dtype
+    return (weight @ ones.flatten(1)).unflatten(1, ones.shape[1:])

@@ -1,0 +1,50 @@
+"""The convolution over tokens against torch's depth-wise one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lln.ops.convolution import band, convolve_tokens
+from tests.helpers import relative_error
+
+
+def depthwise(v, weight):
+    padding = (weight.shape[1] // 2, 0)
+    return F.conv2d(v, weight[:, None, :, None], padding=padding, groups=v.shape[1])
+
+
+@pytest.mark.parametrize("taps", [1, 3, 33, 65, 101])
+@pytest.mark.parametrize("tokens", [1, 2, 31, 32, 33, 64, 200])
+def test_output_and_gradients_are_those_of_torch(taps, tokens):
+    v = torch.randn(2, 3, tokens, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, taps, dtype=torch.float64, requires_grad=True)
+    d_out = torch.randn_like(v)
+    got = torch.autograd.grad(convolve_tokens(v, weight), (v, weight), d_out)
+    exact = torch.autograd.grad(depthwise(v, weight), (v, weight), d_out)
+    torch.testing.assert_close(convolve_tokens(v, weight), depthwise(v, weight))
+    torch.testing.assert_close(got, exact)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
+def test_half_precision(dtype, limit):
+    v, weight = torch.randn(2, 3, 100, 16).to(dtype), torch.randn(3, 33).to(dtype)
+    got = convolve_tokens(v, weight)
+    assert got.dtype == dtype
+    assert relative_error(got, depthwise(v.double(), weight.double())) < limit
+
+
+def test_nothing_gives_nothing():
+    assert convolve_tokens(torch.zeros(2, 3, 0, 4), torch.ones(3, 5)).shape == (2, 3, 0, 4)
+
+
+def test_strided_values():
+    v = torch.randn(2, 70, 3, 8).transpose(1, 2)
+    weight = torch.randn(3, 9)
+    torch.testing.assert_close(convolve_tokens(v, weight), depthwise(v, weight))
+
+
+def test_the_band():
+    (matrix,) = band(torch.tensor([[1.0, 2.0, 3.0]]), 2)
+    assert matrix.tolist() == [[1.0, 2.0, 3.0, 0.0], [0.0, 1.0, 2.0, 3.0]]
