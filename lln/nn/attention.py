@@ -16,6 +16,7 @@ from lln.ops.arguments import autocast, check_mask, check_positive_int, check_qk
 from lln.ops.bidirectional import bidirectional
 from lln.ops.block_diagonal import block_diagonal
 from lln.ops.causal import causal
+from lln.ops.convolution import convolve_tokens
 from lln.ops.lln_diag import lln_diag
 from lln.protocols import compute_dtype
 
@@ -63,6 +64,9 @@ class LLNAttention(nn.Module):
         normalize_keys: Use log_softmax_l(β k) as key features, the unbiased variant.
         mix: "average" gives both branches the weight ½; "learned" gives the LLN branch of head h
             the weight sigmoid(mix_logit_h), which starts at ½.
+        conv: Width, odd, of a convolution of the values over neighbouring tokens that is added to
+            the output, one filter per key head, learned from zero; 0 leaves it out. Not in the
+            paper: Nyströmformer has it. Self-attention only, not causal.
         learn_scale: Multiply α by exp(log_alpha_h) and β by exp(log_beta_h), learned from zero.
         dropout: Probability of dropping an entry of the slot weights A and of the block
             probabilities while training; kept entries are divided by 1 − dropout.
@@ -97,6 +101,7 @@ class LLNAttention(nn.Module):
         beta: float | Sequence[float] | Tensor | None = None,
         normalize_keys: bool = False,
         mix: str = "average",
+        conv: int = 0,
         learn_scale: bool = False,
         dropout: float = 0.0,
         diag_dropout: float = 0.0,
@@ -113,6 +118,7 @@ class LLNAttention(nn.Module):
         self.causal = causal
         self.diag_block = diag_block
         self.mix = mix
+        self.conv = conv
         self.dropout = dropout
         self.diag_dropout = diag_dropout
         self.scale = head_dim**-0.5 if scale is None else scale
@@ -125,12 +131,13 @@ class LLNAttention(nn.Module):
         if causal and statistics == "sample":
             raise ValueError(CAUSAL_NEEDS_STORED_STATISTICS)
 
-        def learned(heads: int, wanted: bool) -> nn.Parameter | None:
-            return nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) if wanted else None
+        def learned(*shape: int, wanted: bool) -> nn.Parameter | None:
+            return nn.Parameter(torch.zeros(shape, device=device, dtype=dtype)) if wanted else None
 
-        self.mix_logit = learned(num_heads, mix == "learned")
-        self.log_alpha = learned(num_heads, learn_scale)
-        self.log_beta = learned(self.num_kv_heads, learn_scale)
+        self.mix_logit = learned(num_heads, wanted=mix == "learned")
+        self.conv_weight = learned(self.num_kv_heads, conv, wanted=conv > 0)
+        self.log_alpha = learned(num_heads, wanted=learn_scale)
+        self.log_beta = learned(self.num_kv_heads, wanted=learn_scale)
 
     def forward(
         self,
@@ -232,6 +239,22 @@ class LLNAttention(nn.Module):
         impl: str | None = None,
     ) -> Float[Tensor, "B H N E"]:
         """The output for a draw; linear in v."""
+        out = self._branches(q, k, v, draw, impl)
+        if self.conv_weight is None:
+            return out
+        if draw.is_causal or q.shape[2] != k.shape[2]:
+            kind = "causal attention" if draw.is_causal else f"{q.shape[2]} queries of"
+            raise ValueError(
+                f"conv={self.conv} looks at neighbours on both sides of a token: it cannot serve "
+                f"{kind} {k.shape[2]} keys; leave conv out"
+            )
+        near = convolve_tokens(_hidden(v, draw.key_mask), self.conv_weight)
+        return out + near.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
+
+    def _branches(
+        self, q: Tensor, k: Tensor, v: Tensor, draw: Draw, impl: str | None
+    ) -> Float[Tensor, "B H N E"]:
+        """LLN, or its mean with the diagonal branch."""
         linear = {
             "alpha": draw.alpha,
             "beta": draw.beta,
@@ -297,6 +320,13 @@ class LLNAttention(nn.Module):
                 raise ValueError(f"{name}={getattr(self, name)} is not a probability in [0, 1]")
         if self.diag_block is not None:
             check_positive_int("diag_block", self.diag_block)
+        if self.conv < 0 or (self.conv and self.conv % 2 == 0):
+            raise ValueError(f"conv={self.conv} must be an odd width, or 0 for none")
+        if self.conv and self.causal:
+            raise ValueError(
+                f"conv={self.conv} looks at neighbours on both sides, so it cannot be causal; "
+                "leave conv out"
+            )
         if self.diag_block is None and (self.mix != "average" or self.diag_dropout > 0):
             raise ValueError(
                 f"mix={self.mix!r}, diag_dropout={self.diag_dropout} need the diagonal branch; "
@@ -310,6 +340,7 @@ class LLNAttention(nn.Module):
             "causal": (self.causal, False),
             "diag_block": (self.diag_block, None),
             "mix": (self.mix, "average"),
+            "conv": (self.conv, 0),
             "learn_scale": (self.log_alpha is not None, False),
             "dropout": (self.dropout, 0.0),
             "diag_dropout": (self.diag_dropout, 0.0),
@@ -323,6 +354,11 @@ class LLNAttention(nn.Module):
 def _coins(q: Tensor, dropped: float) -> Tensor | None:
     """One coin per sample: True = keep the diagonal branch; None when it is never dropped."""
     return None if dropped == 0 else torch.rand(q.shape[0], device=q.device) >= dropped
+
+
+def _hidden(v: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Zero at masked keys, whatever stood there."""
+    return v if key_mask is None else v.masked_fill(~key_mask[:, None, :, None], 0)
 
 
 def _keep_mask(q: Tensor, width: int | None, probability: float) -> Tensor | None:

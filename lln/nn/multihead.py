@@ -26,7 +26,7 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first:
             As in torch, where ``dropout`` acts as in :class:`lln.nn.LLNAttention`.
-        diag_block, method, target, statistics, alpha, beta, normalize_keys, mix, learn_scale,
+        diag_block, method, target, statistics, alpha, beta, normalize_keys, mix, conv, learn_scale,
             diag_dropout, momentum, scale, impl: See :class:`lln.nn.LLNAttention`. Causality is an
             argument of ``forward``, as in torch.
 
@@ -63,6 +63,7 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         beta: float | Sequence[float] | Tensor | None = None,
         normalize_keys: bool = False,
         mix: str = "average",
+        conv: int = 0,
         learn_scale: bool = False,
         diag_dropout: float = 0.0,
         momentum: float | None = 0.1,
@@ -104,6 +105,7 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
             beta=beta,
             normalize_keys=normalize_keys,
             mix=mix,
+            conv=conv,
             learn_scale=learn_scale,
             dropout=dropout,
             diag_dropout=diag_dropout,

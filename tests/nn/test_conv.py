@@ -1,0 +1,106 @@
+"""conv=: the values of neighbouring tokens beside LLN's branches."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lln
+import lln.hf
+from lln.nn import LLNAttention, LLNMultiheadAttention
+from tests.hf.tiny import make, padded, text
+from tests.nn.inputs import embeddings, padding, qkv
+
+
+def made(**options):
+    core = LLNAttention(4, 8, num_kv_heads=2, conv=5, **options)
+    assert core.conv_weight is not None and core.conv_weight.shape == (2, 5)
+    return core
+
+
+def test_it_starts_neutral_and_learns():
+    q, k, v = qkv(2, 4, 9, 8, kv_heads=2)
+    core, plain = made(diag_block=4), LLNAttention(4, 8, num_kv_heads=2, diag_block=4)
+    assert core(q, k, v).equal(plain(q, k, v))
+    core(q, k, v).square().sum().backward()
+    assert core.conv_weight.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"diag_block": 4, "mix": "learned"}])
+def test_it_is_added_to_the_branches(options):
+    q, k, v = qkv(2, 4, 9, 8, kv_heads=2, dtype=torch.float64)
+    key_mask = padding([9, 4], 9)
+    core = made(**options).double()
+    before = core(q, k, v, key_mask, key_mask)
+    torch.nn.init.normal_(core.conv_weight)
+    seen = v * key_mask[:, None, :, None]
+    near = F.conv2d(seen, core.conv_weight[:, None, :, None], padding=(2, 0), groups=2)
+    expected = before + near.repeat_interleave(2, dim=1)
+    torch.testing.assert_close(core(q, k, v, key_mask, key_mask), expected)
+    weights = core.attention_matrix(q, k, key_mask, key_mask)
+    torch.testing.assert_close(weights @ v.repeat_interleave(2, dim=1), expected)
+
+
+def test_what_padding_holds_changes_nothing():
+    q, k, v = qkv(2, 4, 9, 8, kv_heads=2)
+    key_mask = padding([9, 4], 9)
+    core = made()
+    torch.nn.init.normal_(core.conv_weight)
+    wild = [x.masked_fill(~key_mask[:, None, :, None], torch.nan) for x in (k, v)]
+    quiet = [x.masked_fill(~key_mask[:, None, :, None], 0.0) for x in (k, v)]
+    assert core(q, *wild, key_mask).equal(core(q, *quiet, key_mask))
+
+
+def test_what_it_cannot_serve_is_refused():
+    with pytest.raises(ValueError, match="conv=4 must be an odd width"):
+        LLNAttention(4, 8, conv=4)
+    with pytest.raises(ValueError, match="conv=-1 must be an odd width"):
+        LLNAttention(4, 8, conv=-1)
+    with pytest.raises(ValueError, match=r"conv=3 .*cannot be causal"):
+        LLNAttention(4, 8, conv=3, causal=True, statistics="running")
+    q, k, v = qkv(2, 4, 9, 8, keys=7)
+    with pytest.raises(ValueError, match="9 queries of 7 keys"):
+        LLNAttention(4, 8, conv=3)(q, k, v)
+    layer = LLNMultiheadAttention(32, 4, batch_first=True, conv=3, statistics="running")
+    x = embeddings(2, 9, 32)
+    layer(x, x, x)
+    with pytest.raises(ValueError, match="causal attention 9 keys"):
+        layer(x, x, x, is_causal=True, attn_mask=torch.ones(9, 9).triu(1).bool())
+
+
+def test_everything_that_has_options_takes_it():
+    x = embeddings(2, 9, 32)
+    layer = lln.create("lln_diag", dim=32, num_heads=4, max_length=16, diag_block=4, conv=3)
+    assert layer(x).shape == x.shape and "conv=3" in repr(layer)
+    model = make("roberta")
+    before = model(**padded(text(), 4, "right")).logits
+    lln.hf.replace(model, "lln", quiet=True)
+    plain = model(**padded(text(), 4, "right")).logits
+    other = make("roberta")
+    lln.hf.replace(other, "lln", quiet=True, conv=3)
+    assert other(**padded(text(), 4, "right")).logits.equal(plain) and not plain.equal(before)
+    with pytest.raises(ValueError, match="cannot be causal"):
+        lln.hf.replace(make("gpt2"), "lln", quiet=True, conv=3)
+
+
+def test_padding_on_either_side_gives_the_same():
+    model = make("roberta")
+    lln.hf.replace(model, "lln", quiet=True, conv=3)
+    for name, parameter in model.named_parameters():
+        if name.endswith("conv_weight"):
+            torch.nn.init.normal_(parameter)
+    alone = model(**padded(text(), 0, "right")).logits
+    longer = model(**padded(text(), 4, "right")).logits
+    torch.testing.assert_close(longer[:, : alone.shape[1]], alone)
+
+
+def test_it_compiles_and_copies():
+    q, k, v = qkv(2, 2, 40, 8)
+    core = LLNAttention(2, 8, conv=33, diag_block=8)
+    torch.nn.init.normal_(core.conv_weight)
+    torch._dynamo.reset()
+    compiled = torch.compile(copy.deepcopy(core), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), core(q, k, v))
