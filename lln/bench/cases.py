@@ -21,7 +21,8 @@ from lln import functional, moments
 from lln.ops import reference
 
 ALPHA = BETA = 2.0  # constants: measuring them is the business of the "measured" op
-DIAG_BLOCK = 64
+DIAG_BLOCK, WIDE_BLOCK = 64, 128
+BLOCKS = {"lln_diag": DIAG_BLOCK, "lln_diag_128": WIDE_BLOCK}  # of the ops of LLN+Diag
 FORWARD, TRAINING = "fwd", "fwd+bwd"
 
 
@@ -100,6 +101,7 @@ RUNNERS: dict[tuple[str, str], Callable[..., Tensor]] = {
     ("bidirectional", "triton"): _ours("triton"),
     ("measured", "triton"): _measured("triton"),
     ("lln_diag", "triton"): _ours("triton", diag_block=DIAG_BLOCK),
+    ("lln_diag_128", "triton"): _ours("triton", diag_block=WIDE_BLOCK),
     ("causal", "triton"): _ours("triton", is_causal=True),
     ("bidirectional", "cudnn"): _backend("CUDNN_ATTENTION"),
     ("bidirectional", "flash"): _backend("FLASH_ATTENTION"),
@@ -122,9 +124,9 @@ def expected(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         alpha, beta = moments.calibrate(q, k)
     else:
         alpha, beta = q.new_full(q.shape[:2], ALPHA), q.new_full(k.shape[:2], BETA)
-    if case.op == "lln_diag":
+    if block := BLOCKS.get(case.op):
         scale = 1 / math.sqrt(q.shape[-1])
-        return reference.lln_diag(q, k, v, alpha=alpha, beta=beta, block=DIAG_BLOCK, scale=scale)
+        return reference.lln_diag(q, k, v, alpha=alpha, beta=beta, block=block, scale=scale)
     exact = reference.causal if case.op == "causal" else reference.bidirectional
     return exact(q, k, v, alpha=alpha, beta=beta)
 

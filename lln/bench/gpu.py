@@ -33,6 +33,7 @@ from lln.report.figures import Axis, Series, line_plot
 FLOORS = {
     "bidirectional": (4, 11),
     "lln_diag": (6, 15),
+    "lln_diag_128": (6, 15),
     "causal": (4, 11),
     "measured": (6, 13),
 }
@@ -76,6 +77,7 @@ def gpu_cases(*, quick: bool = False) -> list[Timed]:
     ours = [case for op in ops for case in cases(op, "triton", lengths)]
     changes = ({"D": 128}, {"dtype": "float16"})
     other = [c for change in changes for op in ops for c in cases(op, "triton", (4096,), **change)]
+    other += cases("lln_diag_128", "triton", (4096,))
     cudnn = cases("bidirectional", "cudnn", [n for n in lengths if n != 2048])
     more = cases("measured", "triton", (4096, 16_384)) + cases("causal", "cudnn", (4096, 16_384))
     more += cases("bidirectional", "flash", (4096,)) + cases("causal", "flash", (4096,))

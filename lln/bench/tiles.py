@@ -36,12 +36,15 @@ USED_BY = {
     "summarize_backward": ("bidirectional", TRAINING),
     "diag": ("lln_diag", FORWARD),
     "diag_backward": ("lln_diag", TRAINING),
+    "diag_128": ("lln_diag_128", FORWARD),
+    "diag_backward_128": ("lln_diag_128", TRAINING),
     "causal": ("causal", FORWARD),
     "causal_dq": ("causal", TRAINING),
     "causal_dkdv": ("causal", TRAINING),
     "statistics": ("measured", FORWARD),
 }
-FIXED_ROWS = ("diag", "diag_backward", "causal", "causal_dq", "causal_dkdv")  # by their blocks
+DIAGONAL = ("diag", "diag_backward", "diag_128", "diag_backward_128")
+FIXED_ROWS = (*DIAGONAL, "causal", "causal_dq", "causal_dkdv")  # by their blocks
 ANY_VALUES = ("summarize", "read", "read_backward", "summarize_backward")
 WIDTHS = (64, 128)
 LENGTH = 4096
@@ -194,7 +197,13 @@ def run(
         ValueError: An unknown kernel.
     """
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    wanted = [t for k in kernels or USED_BY for w in widths or WIDTHS for t in trials(k, w)]
+    wanted = [
+        trial
+        for kernel in kernels or USED_BY
+        for width in widths or WIDTHS
+        if width <= max(tiles.HALF.get(kernel, {width: None}))
+        for trial in trials(kernel, width)
+    ]
     console = console or Console()
     if not torch.cuda.is_available():
         console.print("no CUDA device: `lln bench resources` says what tiles occupy without one")

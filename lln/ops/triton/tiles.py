@@ -57,6 +57,9 @@ HALF = {
     },
     "diag": {64: Tile(64, 4, 3, 2), 128: Tile(64, 4, 1, 2, through=False)},
     "diag_backward": {64: Tile(64, 4, 3, 2, through=False), 128: Tile(64, 4, 1, 2, through=False)},
+    # the same for blocks of more than 64 tokens
+    "diag_128": {64: Tile(128, 8, 1, 1)},
+    "diag_backward_128": {64: Tile(128, 8, 1, 1, through=False)},
     "causal": {64: Tile(64, 4, 3, 2), 128: Tile(64, 8, 1, 1)},
     "causal_dq": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
     "causal_dkdv": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
@@ -145,7 +148,9 @@ def block_tile(kernel: str, block: int, d: int, e: int, dtype: torch.dtype) -> t
     """(tile, padded rows) for blocks of ``block`` tokens: the tile's rows are whole blocks."""
     t = tile(kernel, d, e, dtype)
     rows = max(t.rows, padded(block))
-    if rows > 64:  # twice the rows: twice the warps, and no room to load ahead
+    if rows > 64 and dtype.itemsize == 2:
+        t = tile(f"{kernel}_128", d, e, dtype)
+    elif rows > 64:  # twice the rows: twice the warps, and no room to load ahead
         t = t._replace(warps=8, stages=1, programs=1)
     return t._replace(rows=rows // block * block), rows
 
