@@ -65,8 +65,8 @@ class LLNAttention(nn.Module):
         mix: "average" gives both branches the weight ½; "learned" gives the LLN branch of head h
             the weight sigmoid(mix_logit_h), which starts at ½.
         conv: Width, odd, of a convolution of the values over neighbouring tokens that is added to
-            the output, one filter per key head, learned from zero; 0 leaves it out. Not in the
-            paper: Nyströmformer has it. Self-attention only, not causal.
+            the output, one filter per key head, learned; 0 leaves it out. Not in the paper:
+            Nyströmformer has it. Self-attention only, not causal.
         learn_scale: Multiply α by exp(log_alpha_h) and β by exp(log_beta_h), learned from zero.
         dropout: Probability of dropping an entry of the slot weights A and of the block
             probabilities while training; kept entries are divided by 1 − dropout.
@@ -79,7 +79,8 @@ class LLNAttention(nn.Module):
 
     Numerics: sums are kept in float32 or wider, the output has the dtype of q. α and β are
     constants of the backward pass except for the learned factors. The learned parameters are zero
-    at their neutral value, so weight decay pulls them towards the plain method.
+    at their neutral value, so weight decay pulls them towards the plain method, and they start
+    there, except the filter of ``conv``: it is drawn as torch draws depth-wise convolutions.
 
     Example:
         >>> core = LLNAttention(num_heads=4, head_dim=64, diag_block=64)
@@ -136,6 +137,8 @@ class LLNAttention(nn.Module):
 
         self.mix_logit = learned(num_heads, wanted=mix == "learned")
         self.conv_weight = learned(self.num_kv_heads, conv, wanted=conv > 0)
+        if self.conv_weight is not None:
+            nn.init.uniform_(self.conv_weight, -(conv**-0.5), conv**-0.5)
         self.log_alpha = learned(num_heads, wanted=learn_scale)
         self.log_beta = learned(self.num_kv_heads, wanted=learn_scale)
 

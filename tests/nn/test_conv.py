@@ -21,12 +21,14 @@ def made(**options):
     return core
 
 
-def test_it_starts_neutral_and_learns():
+def test_it_starts_as_torch_draws_it_and_learns():
     q, k, v = qkv(2, 4, 9, 8, kv_heads=2)
     core, plain = made(diag_block=4), LLNAttention(4, 8, num_kv_heads=2, diag_block=4)
-    assert core(q, k, v).equal(plain(q, k, v))
+    assert 0 < core.conv_weight.abs().max() <= 5**-0.5
     core(q, k, v).square().sum().backward()
     assert core.conv_weight.grad.abs().min() > 0
+    torch.nn.init.zeros_(core.conv_weight)
+    assert core(q, k, v).equal(plain(q, k, v))
 
 
 @pytest.mark.parametrize("options", [{}, {"diag_block": 4, "mix": "learned"}])
@@ -34,6 +36,7 @@ def test_it_is_added_to_the_branches(options):
     q, k, v = qkv(2, 4, 9, 8, kv_heads=2, dtype=torch.float64)
     key_mask = padding([9, 4], 9)
     core = made(**options).double()
+    torch.nn.init.zeros_(core.conv_weight)
     before = core(q, k, v, key_mask, key_mask)
     torch.nn.init.normal_(core.conv_weight)
     seen = v * key_mask[:, None, :, None]
@@ -81,6 +84,11 @@ def test_everything_that_has_options_takes_it():
     plain = model(**padded(text(), 4, "right")).logits
     other = make("roberta")
     lln.hf.replace(other, "lln", quiet=True, conv=3)
+    weights = [p for name, p in other.named_parameters() if name.endswith("conv_weight")]
+    assert len(weights) == other.config.num_hidden_layers
+    assert not other(**padded(text(), 4, "right")).logits.equal(plain)
+    for weight in weights:
+        torch.nn.init.zeros_(weight)
     assert other(**padded(text(), 4, "right")).logits.equal(plain) and not plain.equal(before)
     with pytest.raises(ValueError, match="cannot be causal"):
         lln.hf.replace(make("gpt2"), "lln", quiet=True, conv=3)
