@@ -33,6 +33,7 @@ CUT = 6  # tokens that the masked cases have less: no tile divides what is left
 HEADS = 12
 SEQUENCES = 4  # that are packed
 SCALE = 0.125  # of the softmax branch
+TAPS = 33  # of the convolution
 SINGLE_BLOCK = 32  # the largest of LLN+Diag in float32
 WIDTHS = (64, 128, 256)
 DTYPES = ("bfloat16", "float16", "float32")
@@ -139,6 +140,12 @@ def _decode(case: ResourceCase, length: int) -> Launched:
     return kernels.decode(q, k, v, *state, key_mask=case.mask(1, 1), **_scales()), []
 
 
+def _convolution(case: ResourceCase, length: int) -> Launched:
+    *_, v = case.tokens(1, HEADS, length)
+    weight = torch.empty(HEADS, TAPS, requires_grad=True)
+    return [kernels.convolution(v, weight)], [v, weight]
+
+
 def _statistics(case: ResourceCase, length: int) -> Launched:
     q, k, _ = case.tokens(1, HEADS, length)
     masks = {name: case.mask(1, length) for name in ("key_mask", "query_mask")}
@@ -158,6 +165,7 @@ OPS: dict[str, Callable[[ResourceCase, int], Launched]] = {
     "state": _state,
     "varlen": _varlen,
     "decode": _decode,
+    "convolution": _convolution,
     "statistics": _statistics,
 }
 

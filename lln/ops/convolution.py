@@ -14,7 +14,11 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from lln.ops import triton
+from lln.protocols import HALF
+
 LEAST_BLOCK = 32
+MOST_TAPS = 65  # of the kernel, which keeps the band matrix in registers
 
 
 def convolve_tokens(
@@ -26,6 +30,8 @@ def convolve_tokens(
         >>> convolve_tokens(torch.ones(1, 1, 4, 1), torch.ones(1, 3)).flatten().tolist()
         [2.0, 3.0, 3.0, 2.0]
     """
+    if _has_kernel(v, weight.shape[1]):
+        return triton.convolution(v, weight)
     batch, heads, tokens, width = v.shape
     taps = weight.shape[1]
     if tokens == 0:
@@ -43,6 +49,11 @@ def convolve_tokens(
     second = torch.bmm(next_, columns[:, : taps - 1]).unflatten(2, sizes)[..., 1:, :]
     out = (first + second).permute(2, 0, 3, 1, 4)
     return out.reshape(batch, heads, blocks * block, width)[:, :, :tokens]
+
+
+def _has_kernel(v: Tensor, taps: int) -> bool:
+    plain = v.dtype in (*HALF, torch.float32) and v.shape[-1] <= 256
+    return plain and taps <= MOST_TAPS and triton.refuses_device(v) is None
 
 
 def band(weight: Float[Tensor, "H K"], block: int) -> Float[Tensor, "H block around"]:

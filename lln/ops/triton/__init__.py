@@ -1,8 +1,8 @@
 """Triton kernels; importing this package does not import triton, calling an op does.
 
-Same op names as :mod:`lln.ops`, plus ``standard_deviations`` and ``match``. Each op is registered
-with ``torch.library``: torch.compile keeps it whole, CUDA graphs capture it, and the same input
-gives bit-identical outputs and gradients on every run.
+Same op names as :mod:`lln.ops`, plus ``standard_deviations``, ``match`` and ``convolution``. Each
+is registered with ``torch.library``: torch.compile keeps it whole, CUDA graphs capture it, and the
+same input gives bit-identical outputs and gradients on every run.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ _MODULES = {
     "bidirectional": "_bidirectional",
     "block_diagonal": "_block_diagonal",
     "causal": "_causal",
+    "convolution": "_convolution",
     "lln_diag": "_lln_diag",
     "decode": "_decode",
     "match": "matching",

@@ -1,0 +1,81 @@
+"""The kernels of the convolution against torch's, and as an op."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lln.ops import triton as kernels
+from lln.ops.convolution import convolve_tokens
+from tests.helpers import relative_error
+
+
+def depthwise(v, weight):
+    padding = (weight.shape[1] // 2, 0)
+    return F.conv2d(v, weight[:, None, :, None], padding=padding, groups=v.shape[1])
+
+
+def made(tokens, taps, width=16, dtype=torch.float32, *, device):
+    v = torch.randn(2, 3, tokens, width, device=device).to(dtype).requires_grad_()
+    weight = torch.randn(3, taps, device=device).requires_grad_()
+    return v, weight, torch.randn(2, 3, tokens, width, device=device).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("tokens", "taps"), [(1, 3), (2, 33), (40, 33), (100, 5), (200, 65)])
+def test_output_and_gradients(tokens, taps, dtype, device):
+    v, weight, d_out = made(tokens, taps, dtype=dtype, device=device)
+    got = kernels.convolution(v, weight)
+    rounded = weight.to(dtype).double() if dtype != torch.float32 else weight.double()
+    exact_v, exact_w = v.detach().double().requires_grad_(), rounded.detach().requires_grad_()
+    exact = depthwise(exact_v, exact_w)
+    limit = 2e-6 if dtype == torch.float32 else 1e-3
+    assert got.dtype == dtype and relative_error(got, exact) < limit
+    grads = torch.autograd.grad(got, (v, weight), d_out)
+    expected = torch.autograd.grad(exact, (exact_v, exact_w), d_out.double())
+    for x, y in zip(grads, expected, strict=True):
+        assert x.shape == y.shape and relative_error(x, y) < limit
+    assert grads[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("width", [5, 48, 80])
+def test_widths(width, device):
+    v, weight, _ = made(70, 9, width, device=device)
+    torch.testing.assert_close(kernels.convolution(v, weight), depthwise(v, weight))
+
+
+def test_strided_values_and_gradients(device):
+    v, weight, d_out = made(70, 9, device=device)
+    turned = v.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    upstream = d_out.transpose(1, 2).contiguous().transpose(1, 2)
+    out = kernels.convolution(turned, weight)
+    assert out.equal(kernels.convolution(v, weight)) and out.stride() == turned.stride()
+    for x, y in zip(
+        torch.autograd.grad(out, (turned, weight), upstream),
+        torch.autograd.grad(kernels.convolution(v, weight), (v, weight), d_out),
+        strict=True,
+    ):
+        assert x.equal(y)
+
+
+def test_only_what_is_asked_for(device):
+    v, weight, d_out = made(20, 3, device=device)
+    (only,) = torch.autograd.grad(kernels.convolution(v.detach(), weight), weight, d_out)
+    (other,) = torch.autograd.grad(kernels.convolution(v, weight.detach()), v, d_out)
+    both = torch.autograd.grad(kernels.convolution(v, weight), (v, weight), d_out)
+    assert both[0].equal(other) and both[1].equal(only)
+    assert kernels.convolution(v[:, :, :0], weight).shape == (2, 3, 0, 16)
+
+
+def test_opcheck(device):
+    v, weight, _ = made(20, 3, device=device)
+    torch.library.opcheck(torch.ops.lln.convolution.default, (v, weight))
+
+
+@pytest.mark.gpu
+def test_it_is_taken_where_it_can_be(device):
+    v, weight, _ = made(300, 33, 64, torch.bfloat16, device=device)
+    assert convolve_tokens(v, weight).equal(kernels.convolution(v, weight))
+    wide = torch.randn(3, 101, device=device)
+    assert relative_error(convolve_tokens(v, wide), depthwise(v.double(), wide.double())) < 1e-2
