@@ -273,7 +273,7 @@ def _ended_as_a_whole() -> Iterator[None]:
 
 
 def sweep(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Runs as JSON, see sweeps/.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSON, see sweeps/.")],
     jobs: Annotated[int, typer.Option(min=1, help="Runs at once, as processes.")] = 1,
     out: Annotated[Path, typer.Option(help="Folder of the result rows.")] = Path("results"),
     minutes: Annotated[
@@ -284,7 +284,7 @@ def sweep(
         Path, typer.Option(help="Folder of checkpoints, emptied as rows are finished.")
     ] = Path("runs/sweep"),
 ) -> None:
-    """Run a list of configurations; those that have their row are skipped.
+    """Run lists of configurations, in this order; those that have their row are skipped.
 
     Pre-training and the fine-tunings that follow it happen in one go. Rows and curves are appended
     to files in --out; the same command again goes on where it stopped. Exits with 1 if runs failed.
@@ -292,8 +292,12 @@ def sweep(
     with plain_errors("lln sweep"):
         from lln.experiments.sweep import Sweep, plan, read
 
-        planned = plan(read(file), data=data, out=out, scratch=scratch)
-        typer.echo(f"{len(planned)} runs in {file}")
+        contents = [(file, read(file)) for file in files]  # a bad one is found before the data
+        planned = []
+        for file, content in contents:
+            own = plan(content, data=data, out=out, scratch=scratch)
+            typer.echo(f"{len(own)} runs in {file}")
+            planned += own
         with _ended_as_a_whole():
             outcome = Sweep(planned, slots=jobs, minutes=minutes, say=typer.echo).run()
         counts = {name: len(labels) for name, labels in vars(outcome).items()}

@@ -239,6 +239,10 @@ def test_the_commands_run_what_they_are_asked(tmp_path, data):
     places = ["--out", str(tmp_path / "out"), "--scratch", str(tmp_path / "scratch")]
     again = runner.invoke(app, ["sweep", str(tmp_path / "one.json"), "--data", str(data), *places])
     assert again.exit_code == 0 and "0 done, 1 skipped" in again.output, again.output
+    (tmp_path / "two.json").write_text(json.dumps([spec]))
+    both = [str(tmp_path / name) for name in ("one.json", "two.json")]
+    pool = runner.invoke(app, ["sweep", *both, "--data", str(data), *places])
+    assert pool.exit_code == 0 and "0 done, 2 skipped" in pool.output, pool.output
     (tmp_path / "bad.json").write_text("{")
     bad = runner.invoke(app, ["sweep", str(tmp_path / "bad.json")])
     assert bad.exit_code == 1 and "is not a sweep" in str(bad.output) + str(bad.exception)
