@@ -1,9 +1,10 @@
 """What is measured: an op, an implementation and a shape.
 
-``op`` is the word used in ``lln/ops``; ``impl`` is ``"eager"`` or ``"triton"`` for ours, ``"sdpa"``
-for ``torch.nn.functional.scaled_dot_product_attention`` (``"cudnn"`` and ``"flash"`` with the
-backend fixed) and ``"matrix"`` for softmax attention that builds its N×N matrix. Timing works on
-the closure that :func:`call` returns and knows nothing else.
+``op`` is the word used in ``lln/ops``, with the block in ``lln_diag_128``; ``impl`` is ``"eager"``
+or ``"triton"`` for ours, ``"sdpa"`` for ``torch.nn.functional.scaled_dot_product_attention``
+(``"cudnn"`` and ``"flash"`` with the backend fixed), ``"matrix"`` for softmax attention that builds
+its N×N matrix and ``"torch"`` for torch's depth-wise convolution. Timing works on the closure that
+:func:`call` returns and knows nothing else.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from lln.ops import reference
 ALPHA = BETA = 2.0  # constants: measuring them is the business of the "measured" op
 DIAG_BLOCK, WIDE_BLOCK = 64, 128
 BLOCKS = {"lln_diag": DIAG_BLOCK, "lln_diag_128": WIDE_BLOCK}  # of the ops of LLN+Diag
+TAPS = 33  # of the convolution over tokens
 FORWARD, TRAINING = "fwd", "fwd+bwd"
 
 
@@ -71,6 +73,17 @@ def _measured(impl: str) -> Callable[..., Tensor]:
     return run
 
 
+def _convolved(v: Tensor, weight: Tensor) -> Tensor:
+    from lln.ops import triton as kernels
+
+    return kernels.convolution(v, weight)
+
+
+def _depthwise(v: Tensor, weight: Tensor) -> Tensor:
+    shaped = weight.to(v.dtype)[:, None, :, None]
+    return F.conv2d(v, shaped, padding=(weight.shape[1] // 2, 0), groups=v.shape[1])
+
+
 def _softmax_matrix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]), dim=-1) @ v
 
@@ -107,6 +120,8 @@ RUNNERS: dict[tuple[str, str], Callable[..., Tensor]] = {
     ("bidirectional", "flash"): _backend("FLASH_ATTENTION"),
     ("causal", "cudnn"): _backend("CUDNN_ATTENTION", is_causal=True),
     ("causal", "flash"): _backend("FLASH_ATTENTION", is_causal=True),
+    ("convolution", "triton"): _convolved,
+    ("convolution", "torch"): _depthwise,
 }
 
 
@@ -116,8 +131,11 @@ def _softmax_reference(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> T
     return reference.attend(reference.normalize_rows(scores, seen), v)
 
 
-def expected(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def expected(case: Case, *tensors: Tensor) -> Tensor:
     """The O(N²) definition of what ``case`` computes, in the dtype of the inputs."""
+    if case.op == "convolution":
+        return _depthwise(*tensors)
+    q, k, v = tensors
     if case.impl in SOFTMAX:
         return _softmax_reference(q, k, v, is_causal=case.op == "causal")
     if case.op == "measured":
@@ -132,12 +150,21 @@ def expected(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def inputs(case: Case, *, seed: int = 0) -> list[Tensor]:
-    """q, k, v of standard normal numbers, the same for every implementation of a shape."""
+    """q, k, v of standard normal numbers, the same for every implementation of a shape.
+
+    Of the convolution v and the filters, which are parameters and therefore float32.
+    """
     generator = torch.Generator(case.device).manual_seed(seed)
     shape = (case.B, case.H, case.N, case.D)
-    made = [torch.randn(shape, generator=generator, device=case.device) for _ in range(3)]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=case.device)
+
     dtype = getattr(torch, case.dtype)
-    return [x.to(dtype).requires_grad_(case.passes == TRAINING) for x in made]
+    made = [normal(*shape).to(dtype) for _ in range(1 if case.op == "convolution" else 3)]
+    if case.op == "convolution":
+        made.append(normal(case.H, TAPS))
+    return [x.requires_grad_(case.passes == TRAINING) for x in made]
 
 
 def call(case: Case, tensors: Iterable[Tensor]) -> Callable[[], object]:
@@ -154,7 +181,7 @@ def call(case: Case, tensors: Iterable[Tensor]) -> Callable[[], object]:
                 return run(*tensors)
 
         return forward
-    upstream = torch.ones_like(tensors[2])
+    upstream = torch.ones_like(tensors[0])  # which has the shape of the output
 
     def forward_and_backward() -> tuple[Tensor, ...]:
         return torch.autograd.grad(run(*tensors), tensors, upstream)

@@ -35,12 +35,13 @@ def _check_one(case: Case) -> None:
     exact = expected(case, *exact_inputs)
     got = call(case, tensors)()
     if case.passes == TRAINING:
-        exact = torch.autograd.grad(exact, exact_inputs, torch.ones_like(exact_inputs[2]))
+        exact = torch.autograd.grad(exact, exact_inputs, torch.ones_like(exact))
     for index, (result, answer) in enumerate(zip(_listed(got), _listed(exact), strict=True)):
         error = float((result.double() - answer).norm() / answer.norm())
         allowed = ALLOWED[case.dtype]
         if not error <= allowed:  # a NaN must fail too
-            what = "output" if case.passes != TRAINING else f"gradient of {'qkv'[index]}"
+            names = ("v", "the filter") if case.op == "convolution" else "qkv"
+            what = "output" if case.passes != TRAINING else f"gradient of {names[index]}"
             raise CheckFailed(
                 f"{case.name}: relative error {error:.1e} of the {what} exceeds {allowed:.0e}; "
                 "run `make test` and fix the implementation before measuring it"

@@ -36,7 +36,9 @@ FLOORS = {
     "lln_diag_128": (6, 15),
     "causal": (4, 11),
     "measured": (6, 13),
+    "convolution": (2, 6),
 }
+RIVALS = ("cudnn", "flash", "torch", "eager")
 TOKENS = 65_536
 EAGER, GRAPH, SERIES = "eager", "graph", "series"
 CALLS = {GRAPH: 1, SERIES: 10}
@@ -81,6 +83,7 @@ def gpu_cases(*, quick: bool = False) -> list[Timed]:
     cudnn = cases("bidirectional", "cudnn", [n for n in lengths if n != 2048])
     more = cases("measured", "triton", (4096, 16_384)) + cases("causal", "cudnn", (4096, 16_384))
     more += cases("bidirectional", "flash", (4096,)) + cases("causal", "flash", (4096,))
+    more += cases("convolution", "triton", (4096,)) + cases("convolution", "torch", (4096,))
     single = [
         Timed(replace(base, N=n, B=1, impl=impl), launch)
         for n in (512, 4096, 16_384)
@@ -198,7 +201,7 @@ def ratios(rows: Sequence[sweep.Row]) -> list[sweep.Row]:
     found = []
     for row in rows:
         key = tuple(row.get(k) for k in keys)
-        if row.get("impl") not in ("cudnn", "flash", "eager") or not row.get("ms_p50"):
+        if row.get("impl") not in RIVALS or not row.get("ms_p50"):
             continue
         if row["impl"] == "eager":
             key = (*key[:-1], GRAPH)
@@ -216,7 +219,8 @@ def plots(rows: Sequence[sweep.Row]) -> dict[str, str]:
         if r.get("ms_p50") and r["B"] * r["N"] == TOKENS and r["pass"] == TRAINING
         and r["dtype"] == "bfloat16" and r["D"] == 64 and r["launch"] == GRAPH
     ]  # fmt: skip
-    curves = dict.fromkeys((r["op"], r["impl"]) for r in chosen if r["op"] != "measured")
+    left_out = ("measured", "convolution")  # at one or two lengths only
+    curves = dict.fromkeys((r["op"], r["impl"]) for r in chosen if r["op"] not in left_out)
 
     def series(key: str) -> list[Series]:
         drawn = []

@@ -42,6 +42,7 @@ USED_BY = {
     "causal_dq": ("causal", TRAINING),
     "causal_dkdv": ("causal", TRAINING),
     "statistics": ("measured", FORWARD),
+    "convolution": ("convolution", TRAINING),
 }
 DIAGONAL = ("diag", "diag_backward", "diag_128", "diag_backward_128")
 FIXED_ROWS = (*DIAGONAL, "causal", "causal_dq", "causal_dkdv")  # by their blocks
@@ -82,7 +83,7 @@ def trials(kernel: str, width: int) -> list[Trial]:
         raise ValueError(f"kernel={kernel!r} is unknown; choose from {', '.join(USED_BY)}")
     now = current(kernel, width)
     rows = (now.rows,) if kernel in FIXED_ROWS else sorted({64, now.rows})
-    through = (now.through,) if kernel == "statistics" else (True, False)
+    through = (now.through,) if kernel in ("statistics", "convolution") else (True, False)
     values = (None, 64) if kernel in ANY_VALUES and width > 64 else (None,)
     others = [
         Tile(r, w, s, max(1, round(now.programs * now.warps / w)), t, values=e)
