@@ -20,7 +20,7 @@ def automatic(family: str):
 
 CASES = [
     ("roberta", "lln", {}),
-    ("bert", "lln_diag", {"diag_block": 4, "mix": "learned", "method": "entropy"}),
+    ("bert", "lln_diag", {"diag_block": 4, "mix": "learned", "method": "entropy", "conv": 5}),
     ("distilbert", "lln_diag", {"statistics": "running", "normalize_keys": True}),
     ("vit", "lln_diag", {"statistics": "fixed", "learn_scale": True}),
     ("gpt2", "lln", {}),
