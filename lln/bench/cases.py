@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lln import functional, moments
 from lln.ops import reference
+from lln.ops.convolution import convolve_tokens
 
 ALPHA = BETA = 2.0  # constants: measuring them is the business of the "measured" op
 DIAG_BLOCK, WIDE_BLOCK = 64, 128
@@ -120,6 +121,7 @@ RUNNERS: dict[tuple[str, str], Callable[..., Tensor]] = {
     ("bidirectional", "flash"): _backend("FLASH_ATTENTION"),
     ("causal", "cudnn"): _backend("CUDNN_ATTENTION", is_causal=True),
     ("causal", "flash"): _backend("FLASH_ATTENTION", is_causal=True),
+    ("convolution", "eager"): convolve_tokens,
     ("convolution", "triton"): _convolved,
     ("convolution", "torch"): _depthwise,
 }

@@ -83,7 +83,7 @@ def gpu_cases(*, quick: bool = False) -> list[Timed]:
     cudnn = cases("bidirectional", "cudnn", [n for n in lengths if n != 2048])
     more = cases("measured", "triton", (4096, 16_384)) + cases("causal", "cudnn", (4096, 16_384))
     more += cases("bidirectional", "flash", (4096,)) + cases("causal", "flash", (4096,))
-    more += cases("convolution", "triton", (4096,)) + cases("convolution", "torch", (4096,))
+    more += [c for i in ("triton", "eager", "torch") for c in cases("convolution", i, (4096,))]
     single = [
         Timed(replace(base, N=n, B=1, impl=impl), launch)
         for n in (512, 4096, 16_384)

@@ -4,7 +4,8 @@
 
 A block of the output is the product of a band matrix [block, block + K − 1], the same for all
 blocks of a head, and the values around the block: linear in N, what matrix units are made for, and
-with gradients that are the same on every run.
+with gradients that are the same on every run. The same as one kernel is
+``lln.ops.triton.convolution``, to be taken here once ``lln bench gpu`` has measured it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from lln.ops import triton
-from lln.protocols import HALF
-
 LEAST_BLOCK = 32
-MOST_TAPS = 65  # of the kernel, which keeps the band matrix in registers
 
 
 def convolve_tokens(
@@ -30,8 +27,6 @@ def convolve_tokens(
         >>> convolve_tokens(torch.ones(1, 1, 4, 1), torch.ones(1, 3)).flatten().tolist()
         [2.0, 3.0, 3.0, 2.0]
     """
-    if _has_kernel(v, weight.shape[1]):
-        return triton.convolution(v, weight)
     batch, heads, tokens, width = v.shape
     taps = weight.shape[1]
     if tokens == 0:
@@ -49,11 +44,6 @@ def convolve_tokens(
     second = torch.bmm(next_, columns[:, : taps - 1]).unflatten(2, sizes)[..., 1:, :]
     out = (first + second).permute(2, 0, 3, 1, 4)
     return out.reshape(batch, heads, blocks * block, width)[:, :, :tokens]
-
-
-def _has_kernel(v: Tensor, taps: int) -> bool:
-    plain = v.dtype in (*HALF, torch.float32) and v.shape[-1] <= 256
-    return plain and taps <= MOST_TAPS and triton.refuses_device(v) is None
 
 
 def band(weight: Float[Tensor, "H K"], block: int) -> Float[Tensor, "H block around"]:

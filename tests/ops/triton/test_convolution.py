@@ -74,8 +74,6 @@ def test_opcheck(device):
 
 
 @pytest.mark.gpu
-def test_it_is_taken_where_it_can_be(device):
+def test_it_computes_what_modules_take_now(device):
     v, weight, _ = made(300, 33, 64, torch.bfloat16, device=device)
-    assert convolve_tokens(v, weight).equal(kernels.convolution(v, weight))
-    wide = torch.randn(3, 101, device=device)
-    assert relative_error(convolve_tokens(v, wide), depthwise(v.double(), wide.double())) < 1e-2
+    assert relative_error(kernels.convolution(v, weight), convolve_tokens(v, weight)) < 1e-2
