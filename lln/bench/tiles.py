@@ -77,7 +77,8 @@ def trials(kernel: str, width: int) -> list[Trial]:
     """The tile in use first, then all others that are worth a try.
 
     Of rows, warps, stages, values and the way of conversion; as many warps as now run on a
-    multiprocessor. Of wide heads also two programs at a time, with half of the registers each.
+    multiprocessor. Of wide heads also two programs at a time, with half of the registers each; of
+    causal attention also sums instead of means.
     """
     if kernel not in USED_BY:
         raise ValueError(f"kernel={kernel!r} is unknown; choose from {', '.join(USED_BY)}")
@@ -93,6 +94,8 @@ def trials(kernel: str, width: int) -> list[Trial]:
         for s in (1, 2, 3, 4)
         for t in through
     ]
+    if kernel.startswith("causal"):
+        others += [tile._replace(sums=not now.sums) for tile in [now, *others]]
     if kernel in ANY_VALUES and width > 64:
         others += [
             Tile(r, 8, s, 2, t, registers=128) for r in (32, 64) for s in (1, 2, 3) for t in through

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from lln.ops.triton.causal_kernels import (
+    carry_sums,
     key_exponents,
     visible_keys,
 )
@@ -182,6 +183,7 @@ def causal_dkdv_kernel(
     PRECISE: tl.constexpr,
     WIDE: tl.constexpr,
     TERMS: tl.constexpr,
+    SUMS: tl.constexpr,
     ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
@@ -223,6 +225,9 @@ def causal_dkdv_kernel(
     chunks = tl.cdiv(end - begin, ROWS)
     if careful:
         chunks = 0
+    elif SUMS:
+        mean *= mass[:, None]
+        mean_delta *= mass
     for step in range(chunks):
         start = begin + (tl.cdiv(end - begin, ROWS) - 1 - step) * ROWS
         q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
@@ -246,10 +251,17 @@ def causal_dkdv_kernel(
         earlier = (mass * shrink)[None, :]
         scores = tl.where(above, dot_factors(c, factors, WIDE, TERMS), 0.0)
         dv = dot(scores.to(dtype), dout)
-        dv = dot_add((c * earlier).to(dtype), mean.to(dtype), dv)
+        if SUMS:
+            mean *= shrink[:, None]
+            mean_delta *= shrink
+            dv = dot_add(c.to(dtype), mean.to(dtype), dv)
+        else:
+            dv = dot_add((c * earlier).to(dtype), mean.to(dtype), dv)
         store_tile(DV, dv_row, start, end, dv, rows, values, E, BE, FULL)
         # c stands outside of every sum over queries, and the order saves registers
-        sums = (dot(v, tl.trans(mean.to(dtype))) - mean_delta[None, :]) * earlier
+        sums = dot(v, tl.trans(mean.to(dtype))) - mean_delta[None, :]
+        if not SUMS:
+            sums *= earlier
         products = tl.where(above, dot(v, tl.trans(dout)) - delta[None, :], 0.0)
         gradient = c * (sums + dot_factors(products, tl.trans(factors), WIDE, TERMS))
         if NORMALIZE:
@@ -260,7 +272,13 @@ def causal_dkdv_kernel(
                 clean = tl.where(keep[:, None], clean, 0.0)
             slope += tl.sum(gradient * clean)
         store_tile(DK, dk_row, start, end, gradient * beta, rows, features, D, BD, FULL)
-        mass, mean, mean_delta = carry_queries(factors, dout, delta, mass, shrink, mean, mean_delta)
+        if SUMS:
+            mean_delta += tl.sum(factors * delta[None, :], axis=1)
+            mass, mean = carry_sums(factors, dout, mass, shrink, mean)
+        else:
+            mass, mean, mean_delta = carry_queries(
+                factors, dout, delta, mass, shrink, mean, mean_delta
+            )
         peak = top
 
     if careful:

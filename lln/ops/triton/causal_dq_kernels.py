@@ -17,6 +17,7 @@ import triton.language as tl
 from lln.ops.triton.causal_kernels import (
     LIMIT,
     carry_keys,
+    carry_sums,
     first_key,
     key_exponents,
     key_factors,
@@ -89,6 +90,7 @@ def causal_dq_kernel(
     PRECISE: tl.constexpr,
     WIDE: tl.constexpr,
     TERMS: tl.constexpr,
+    SUMS: tl.constexpr,
     ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
@@ -131,6 +133,8 @@ def causal_dq_kernel(
         K, k_row, MASK, beta, begin, end, rows, features, D, BD, ROWS, HAS_MASK, NORMALIZE
     )
     peak = tl.where(mass == 0.0, start_key, peak)
+    if SUMS:
+        mean *= mass[:, None]
     jump = tl.zeros([BD], tl.float32)
     slope = 0.0
     for start in range(begin, end, ROWS):
@@ -148,7 +152,11 @@ def causal_dq_kernel(
         a = tl.exp2(minus_lse(x, LSE, tokens, start, end, rows, 0.0, PRECISE))
         # a stands outside of every sum over keys: fewer tiles are held at a time
         earlier = (mass * shrink)[None, :]
-        sums = dot(dout, tl.trans(mean.to(dtype))) * earlier
+        if SUMS:
+            mean *= shrink[:, None]
+        sums = dot(dout, tl.trans(mean.to(dtype)))
+        if not SUMS:
+            sums *= earlier
         products = tl.where(below, dot(dout, tl.trans(v)), 0.0)
         keys = tl.trans(factors)
         first = a * (sums + dot_factors(products, keys, WIDE, TERMS))
@@ -159,7 +167,10 @@ def causal_dq_kernel(
             slope += tl.sum(gradient * as_float(q, eye))
         store_tile(DQ, dq_row, start, end, gradient * alpha, rows, features, D, BD, FULL)
         tl.store(DELTA + start + rows, delta, mask=rows < end - start)
-        mass, mean = carry_keys(factors, v, mass, shrink, mean)
+        if SUMS:
+            mass, mean = carry_sums(factors, v, mass, shrink, mean)
+        else:
+            mass, mean = carry_keys(factors, v, mass, shrink, mean)
         peak = top
 
     careful = tl.max(jump, axis=0) > LIMIT

@@ -119,6 +119,12 @@ def carry_keys(factors, v, mass, shrink, mean):
 
 
 @jit
+def carry_sums(factors, v, mass, shrink, total):
+    """:func:`carry_keys` of a sum that ``shrink`` has rescaled already, but not the mass."""
+    return mass * shrink + tl.sum(factors, axis=1), dot_add(factors.to(v.dtype), v, total)
+
+
+@jit
 def causal_kernel(
     Q,
     K,
@@ -163,12 +169,14 @@ def causal_kernel(
     PRECISE: tl.constexpr,
     WIDE: tl.constexpr,
     TERMS: tl.constexpr,
+    SUMS: tl.constexpr,
     ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """OUT and LSE of one segment of ``span`` tokens of one head.
 
-    WIDE is the dtype of the factors a and b: it must have the exponents of float32.
+    WIDE is the dtype of the factors a and b: it must have the exponents of float32. SUMS: what is
+    carried are sums instead of means, for dtypes with these exponents: fewer instructions.
     """
     if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
         k_row = q_row
@@ -200,6 +208,8 @@ def causal_kernel(
         K, k_row, MASK, beta, begin, end, rows, features, D, BD, ROWS, HAS_MASK, NORMALIZE
     )
     peak = tl.where(mass == 0.0, start_key, peak)
+    if SUMS:
+        mean *= mass[:, None]
     jump = tl.zeros([BD], tl.float32)
     for start in range(begin, end, ROWS):
         q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
@@ -219,11 +229,18 @@ def causal_kernel(
         carried = a * (mass * shrink)[None, :]
         weight = tl.sum(scores, axis=1) + tl.sum(carried, axis=1)
         norm = inverse(weight)[:, None]
-        out = dot((scores * norm).to(dtype), v)
-        out = dot_add((carried * norm).to(dtype), mean.to(dtype), out)
+        if SUMS:
+            mean *= shrink[:, None]
+            out = dot_add(scores.to(dtype), v, dot(a.to(dtype), mean.to(dtype))) * norm
+        else:
+            out = dot((scores * norm).to(dtype), v)
+            out = dot_add((carried * norm).to(dtype), mean.to(dtype), out)
         store_tile(OUT, out_row, start, end, out, rows, values, E, BE, FULL)
         store_lse(LSE, tokens, start, end, rows, highest, weight, PRECISE)
-        mass, mean = carry_keys(factors, v, mass, shrink, mean)
+        if SUMS:
+            mass, mean = carry_sums(factors, v, mass, shrink, mean)
+        else:
+            mass, mean = carry_keys(factors, v, mass, shrink, mean)
         peak = top
 
     if tl.max(jump, axis=0) > LIMIT:

@@ -23,7 +23,7 @@ from lln.ops.triton.library import (
     rows_contiguous,
     strides,
 )
-from lln.ops.triton.tiles import CHUNK, padded, segments, tile
+from lln.ops.triton.tiles import CHUNK, Tile, padded, segments, tile
 
 
 class Given(NamedTuple):
@@ -53,6 +53,11 @@ def carried_values(d: int, e: int) -> int:
     interpreter does not (tests/ops/triton/bounds.py). 64 by 64 and 16 by 16 do neither.
     """
     return max(padded(e), min(padded(d), 64))
+
+
+def carried(t: Tile, q: Tensor) -> dict[str, bool]:
+    """Sums if the tile says so, and if the dtype has the exponents for them: float16 has not."""
+    return {"SUMS": t.sums and q.dtype != torch.float16}
 
 
 def empty_before(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -93,7 +98,8 @@ def causal(
             *alpha.stride(), *beta.stride(), heads, heads // kv_heads, tokens, span,
             D=d, E=e, BD=padded(d), BE=carried_values(d, e), ROWS=CHUNK,
             FULL=tokens % CHUNK == 0, HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys,
-            PRECISE=precise(q), ALIKE=alike(q, k, v, out), **factors(q), **t.options,
+            PRECISE=precise(q), ALIKE=alike(q, k, v, out), **factors(q), **carried(t, q),
+            **t.options,
         )  # fmt: skip
     return out, lse, before
 
@@ -137,7 +143,7 @@ def causal_backward(
         causal_dq_kernel[(count, b * heads)](
             q, k, v, dout, lse, key_mask, alpha, beta, before, *given, dq, delta, flags, alpha_sums,
             *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), *scales,
-            **widths, **options, ALIKE=alike(q, k, v, dout, dq), **t.options,
+            **widths, **options, ALIKE=alike(q, k, v, dout, dq), **carried(t, q), **t.options,
         )  # fmt: skip
     first = 0 if need_state else 1
     after = summarize_queries(q, dout, lse, delta, alpha, first, count, span)
@@ -149,7 +155,8 @@ def causal_backward(
         causal_dkdv_kernel[(count, b * heads)](
             q, k, v, dout, lse, delta, key_mask, alpha, beta, after, flags, dk, dv, beta_sums,
             *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv),
-            *scales, first, **widths, **options, ALIKE=alike(q, k, v, dout, dk, dv), **t.options,
+            *scales, first, **widths, **options, ALIKE=alike(q, k, v, dout, dk, dv),
+            **carried(t, q), **t.options,
         )  # fmt: skip
     if group > 1:
         dk = dk.unflatten(1, (kv_heads, group)).sum(2).to(k.dtype)

@@ -2,11 +2,11 @@
 
 `lln bench tiles` tries others on a device.
 
-A tile is (rows, warps, stages, programs, through, registers, values): tokens per step, warps per
-program, loads in flight, the programs that run on one multiprocessor at a time, whether half
+A tile is (rows, warps, stages, programs, through, registers, values, sums): tokens per step, warps
+per program, loads in flight, the programs that run on one multiprocessor at a time, whether half
 precision becomes float32 through the tensor cores (:func:`lln.ops.triton.features.as_float`), the
-most registers per thread if not what the compiler likes, and the most values per block if fewer
-than fit.
+most registers per thread if not what the compiler likes, the most values per block if fewer than
+fit, and whether causal kernels carry sums instead of means.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Tile(NamedTuple):
     through: bool = True
     registers: int | None = None
     values: int | None = None
+    sums: bool = False
 
     @property
     def options(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import torch
 from lln.ops import reference
 from lln.ops import triton as kernels
 from lln.ops.state import State
+from lln.ops.triton import tiles
 from tests.helpers import ADVERSARIAL, adversarial, run_with_grads
 from tests.ops.triton.compare import CASES, compare, inputs
 
@@ -111,3 +112,39 @@ def test_masked_content_never_matters(device):
         assert torch.equal(clean, other)
         assert clean.isfinite().all()
     assert (results[0][0][1] == 0).all()
+
+
+@pytest.fixture
+def carried_sums(monkeypatch):
+    """Causal kernels carry sums instead of means."""
+    for table in (tiles.SINGLE, *(tiles.HALF[k] for k in ("causal", "causal_dq", "causal_dkdv"))):
+        for width, tile in table.items():
+            monkeypatch.setitem(table, width, tile._replace(sums=True))
+    tiles.tile.cache_clear()
+    yield
+    monkeypatch.undo()
+    tiles.tile.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("normalize_keys", [False, True])
+def test_carried_sums_with_groups_and_masks(carried_sums, dtype, normalize_keys, device):
+    if dtype == torch.bfloat16 and device == "cpu":
+        pytest.skip("the interpreter has no dot of bfloat16")
+    tensors = inputs(2, 2, 300, None, 48, 16, key_heads=1, device=device)
+    mask = torch.rand(2, 300, device=device) > 0.3
+    mask[0, :70] = False  # rows that see nothing, over more than a chunk
+    compare(
+        kernels.causal, reference.causal, tensors, dtype,
+        floor=0.1, key_mask=mask, normalize_keys=normalize_keys,
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in reduce:RuntimeWarning")
+@pytest.mark.parametrize("name", ADVERSARIAL)
+def test_carried_sums_underflow_no_more_than_means(carried_sums, name, device):
+    test_no_input_underflows(name, device)
+
+
+def test_carried_sums_after_a_state(carried_sums, device):
+    test_a_state_stands_for_earlier_keys(37, device)
