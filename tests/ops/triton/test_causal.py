@@ -11,6 +11,7 @@ from lln.ops.state import State
 from lln.ops.triton import tiles
 from tests.helpers import ADVERSARIAL, adversarial, run_with_grads
 from tests.ops.triton.compare import CASES, compare, inputs
+from tests.ops.triton.conftest import DEVICE
 
 
 @pytest.mark.parametrize("length, dtype", CASES)
@@ -114,6 +115,10 @@ def test_masked_content_never_matters(device):
     assert (results[0][0][1] == 0).all()
 
 
+# The interpreter has no dot of bfloat16.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
+
+
 @pytest.fixture
 def carried_sums(monkeypatch):
     """Causal kernels carry sums instead of means."""
@@ -126,11 +131,9 @@ def carried_sums(monkeypatch):
     tiles.tile.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normalize_keys", [False, True])
 def test_carried_sums_with_groups_and_masks(carried_sums, dtype, normalize_keys, device):
-    if dtype == torch.bfloat16 and device == "cpu":
-        pytest.skip("the interpreter has no dot of bfloat16")
     tensors = inputs(2, 2, 300, None, 48, 16, key_heads=1, device=device)
     mask = torch.rand(2, 300, device=device) > 0.3
     mask[0, :70] = False  # rows that see nothing, over more than a chunk
