@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lln.ops.arguments import check_floating, check_mask, check_positive_int, check_qkv
+from lln.ops.arguments import check_floating, check_mask, check_positive_int, check_qkv, hide
 from lln.protocols import compute_dtype
 
 
@@ -56,16 +56,6 @@ class Layer:
     def generator(self, seed: int) -> torch.Generator:
         """Random numbers that depend on the seed and the layer, never on the global state."""
         return torch.Generator().manual_seed(seed * 1_000_003 + self.layer_index)
-
-
-def hide(x: Float[Tensor, "... N D"], mask: Bool[Tensor, "B N"] | None) -> Tensor:
-    """Zero where ``mask`` is False, whatever stood there (NaN included); ``[B,N,D]``/``[B,H,N,D]``.
-
-    Gradients of what was hidden are zero.
-    """
-    if mask is None:
-        return x
-    return x.masked_fill(~(mask[..., None] if x.dim() == 3 else mask[:, None, :, None]), 0)
 
 
 def masked_softmax(scores: Float[Tensor, "... M"], seen: Tensor | None) -> Float[Tensor, "... M"]:

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lln.baselines.base import Layer, TokenMixer, hide, identity, valid, wide
+from lln.baselines.base import Layer, TokenMixer, identity, valid, wide
 from lln.baselines.window import segments
-from lln.ops.arguments import check_positive_int
+from lln.ops.arguments import check_positive_int, hide
 
 BIAS_BUCKETS, BIAS_DISTANCE = 32, 128  # of T5's relative positions
 

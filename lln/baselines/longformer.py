@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lln.baselines.base import Layer, TokenMixer, hide, identity, masked_softmax, merge, valid, wide
+from lln.baselines.base import Layer, TokenMixer, identity, masked_softmax, merge, valid, wide
 from lln.baselines.window import banded, half_window, surroundings
+from lln.ops.arguments import hide
 
 
 class Longformer(TokenMixer):

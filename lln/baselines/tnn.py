@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lln.baselines.base import Layer, TokenMixer, hide, valid, wide
+from lln.baselines.base import Layer, TokenMixer, valid, wide
 from lln.baselines.rms_norm import simple_rms_norm
-from lln.ops.arguments import check_positive_int
+from lln.ops.arguments import check_positive_int, hide
 
 
 class Tnn(TokenMixer):

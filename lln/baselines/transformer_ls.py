@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lln.baselines.base import Layer, TokenMixer, hide, masked_softmax, merge, valid, wide
+from lln.baselines.base import Layer, TokenMixer, masked_softmax, merge, valid, wide
 from lln.baselines.window import half_window, segments, surroundings
-from lln.ops.arguments import check_positive_int
+from lln.ops.arguments import check_positive_int, hide
 
 
 class TransformerLS(TokenMixer):

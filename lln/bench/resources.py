@@ -23,7 +23,7 @@ from rich.text import Text
 from torch import Tensor
 
 from lln.bench import machine, sweep
-from lln.bench.cases import DIAG_BLOCK
+from lln.bench.cases import DIAG_BLOCK, TAPS
 from lln.bench.offline import ARCHITECTURES, CannotCompile, check_toolchain, compiling, usage
 from lln.ops import triton as kernels
 from lln.ops.triton import tiles
@@ -33,7 +33,6 @@ CUT = 6  # tokens that the masked cases have less: no tile divides what is left
 HEADS = 12
 SEQUENCES = 4  # that are packed
 SCALE = 0.125  # of the softmax branch
-TAPS = 33  # of the convolution
 SINGLE_BLOCK = 32  # the largest of LLN+Diag in float32
 WIDTHS = (64, 128, 256)
 DTYPES = ("bfloat16", "float16", "float32")

@@ -47,8 +47,10 @@ USED_BY = {
 DIAGONAL = ("diag", "diag_backward", "diag_128", "diag_backward_128")
 FIXED_ROWS = (*DIAGONAL, "causal", "causal_dq", "causal_dkdv")  # by their blocks
 ANY_VALUES = ("summarize", "read", "read_backward", "summarize_backward")
+ONE_WIDTH = {"diag_128": 64, "diag_backward_128": 64}  # blocks of 128 need narrow heads
 WIDTHS = (64, 128)
-LENGTH = 4096
+LENGTH, HEADS = 4096, 12
+CONFIGURATION = f"B={TOKENS // LENGTH} H={HEADS} N={LENGTH} E=D, a tenth of a graph of ten calls"
 COMPILE_SECONDS = 150
 
 
@@ -64,7 +66,7 @@ class Trial:
     @property
     def case(self) -> Case:
         op, passes = USED_BY[self.kernel]
-        shape = {"N": LENGTH, "B": TOKENS // LENGTH, "H": 12, "D": self.width}
+        shape = {"N": LENGTH, "B": TOKENS // LENGTH, "H": HEADS, "D": self.width}
         return Case(op, "triton", passes=passes, dtype=self.dtype, device="cuda", **shape)
 
 
@@ -205,7 +207,7 @@ def run(
         trial
         for kernel in kernels or USED_BY
         for width in widths or WIDTHS
-        if width <= max(tiles.HALF.get(kernel, {width: None}))
+        if kernel not in ONE_WIDTH or width == ONE_WIDTH[kernel]
         for trial in trials(kernel, width)
     ]
     console = console or Console()
@@ -215,7 +217,7 @@ def run(
     gc.freeze()
     console.print(f"compiling {len(wanted)} tiles")
     in_processes(_run_once, wanted, min(MOST_PROCESSES, os.cpu_count() or 1), COMPILE_SECONDS)
-    facts: dict[str, Any] = machine.facts("cuda")
+    facts: dict[str, Any] = {**machine.facts("cuda"), "configuration": CONFIGURATION}
     found: list[sweep.Row] = []
     for row in rows(wanted, measure, end=end, watch=lambda text: console.print(text)):
         found.append({**row, **facts})

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lln.moments import MomentFit
 from lln.nn.statistics import CAUSAL_NEEDS_STORED_STATISTICS, Matching, choose_statistics
-from lln.ops.arguments import autocast, check_mask, check_positive_int, check_qkv
+from lln.ops.arguments import autocast, check_mask, check_positive_int, check_qkv, hide
 from lln.ops.bidirectional import bidirectional
 from lln.ops.block_diagonal import block_diagonal
 from lln.ops.causal import causal
@@ -251,7 +251,7 @@ class LLNAttention(nn.Module):
                 f"conv={self.conv} looks at neighbours on both sides of a token: it cannot serve "
                 f"{kind} {k.shape[2]} keys; leave conv out"
             )
-        near = convolve_tokens(_hidden(v, draw.key_mask), self.conv_weight)
+        near = convolve_tokens(hide(v, draw.key_mask), self.conv_weight)
         return out + near.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
 
     def _branches(
@@ -357,11 +357,6 @@ class LLNAttention(nn.Module):
 def _coins(q: Tensor, dropped: float) -> Tensor | None:
     """One coin per sample: True = keep the diagonal branch; None when it is never dropped."""
     return None if dropped == 0 else torch.rand(q.shape[0], device=q.device) >= dropped
-
-
-def _hidden(v: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Zero at masked keys, whatever stood there."""
-    return v if key_mask is None else v.masked_fill(~key_mask[:, None, :, None], 0)
 
 
 def _keep_mask(q: Tensor, width: int | None, probability: float) -> Tensor | None:

@@ -11,6 +11,7 @@ import math
 from numbers import Real
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lln.protocols import FLOATING, compute_dtype
@@ -185,3 +186,13 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         else x
         for x in tensors
     )
+
+
+def hide(x: Float[Tensor, "... N D"], mask: Bool[Tensor, "B N"] | None) -> Tensor:
+    """Zero where ``mask`` is False, whatever stood there (NaN included); ``[B,N,D]``/``[B,H,N,D]``.
+
+    Gradients of what was hidden are zero.
+    """
+    if mask is None:
+        return x
+    return x.masked_fill(~(mask[..., None] if x.dim() == 3 else mask[:, None, :, None]), 0)

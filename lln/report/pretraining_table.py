@@ -93,19 +93,16 @@ def _about_time(rows: list[Row], seconds: float | None) -> Iterator[str]:
 def _mechanism(
     rows: list[Row], curves: dict[tuple[str, int], list[Row]], seconds: float | None
 ) -> tuple[list[str], dict[str, Any]]:
-    own = [line for row in rows for line in curves.get((row["digest"], row["seed"]), [])]
+    def lines(rows: list[Row]) -> list[Row]:
+        return [line for row in rows for line in curves.get((row["digest"], row["seed"]), [])]
+
     timed = [row for row in rows if was_alone(row)]
-    of_timed = [line for row in timed for line in curves.get((row["digest"], row["seed"]), [])]
     values = {
         "loss": Mean.of(row["loss"] for row in rows),
-        "loss_at_equal_time": Mean.of(
-            value for line in of_timed if (value := loss_after(line["rows"], seconds)) is not None
-        ),
+        "loss_at_equal_time": Mean.of(loss_after(line["rows"], seconds) for line in lines(timed)),
         "tokens_per_second": Mean.of(row["tokens_per_second"] for row in timed),
         "peak_gb": Mean.of(row["peak_mb"] / 1024 for row in rows if row.get("peak_mb") is not None),
-        "lln_share": Mean.of(
-            value for line in own if (value := last_share(line["rows"])) is not None
-        ),
+        "lln_share": Mean.of(last_share(line["rows"]) for line in lines(rows)),
     }
     digits = {"loss": 3, "loss_at_equal_time": 3, "peak_gb": 1, "lln_share": 2}
     cells = {

@@ -29,6 +29,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "transnormer_t2": {"block": 8},
 }
 DIM, HEADS, MAX_LENGTH = 32, 2, 257
+TOKENS = 13  # of the formulas, which are loops
 
 
 def make(name: str, **options: Any) -> lln.zoo.TokenMixer:
@@ -47,3 +48,11 @@ def padded(tokens: int, *, batch: int = 2, dtype=torch.float32) -> tuple[Tensor,
 def heads(tokens: int, *, batch: int = 2, width: int = 16, dtype=torch.float64) -> list[Tensor]:
     """q, k, v for a core."""
     return [torch.randn(batch, HEADS, tokens, width, dtype=dtype) for _ in range(3)]
+
+
+def mask_of(tokens: int = TOKENS) -> Tensor:
+    """A whole sample, and one with hidden tokens at the end and in the middle."""
+    mask = torch.ones(2, tokens, dtype=torch.bool)
+    mask[1, tokens - 3 :] = False
+    mask[1, 4] = False
+    return mask

@@ -65,10 +65,6 @@ def _filter_gradient(dout: Tensor, v: Tensor, taps: int) -> Tensor:
     return total.index_select(1, places).unflatten(1, (t.rows, taps)).sum(1)
 
 
-def _impl(v: Tensor, weight: Tensor) -> Tensor:
-    return _forward(v, weight)
-
-
 def _fake(v: Tensor, weight: Tensor) -> Tensor:
     return empty_rows(v, v.shape[-1])
 
@@ -102,7 +98,7 @@ def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None
     return dv, dweight
 
 
-_convolution = register("convolution(Tensor v, Tensor weight) -> Tensor", _impl, _fake)
+_convolution = register("convolution(Tensor v, Tensor weight) -> Tensor", _forward, _fake)
 _backward = register(
     "convolution_backward(Tensor dout, Tensor v, Tensor weight, bool need_v, bool need_weight) "
     "-> (Tensor, Tensor)",

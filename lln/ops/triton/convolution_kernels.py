@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from lln.ops.triton.features import dot, dot_add, jit
+from lln.ops.triton.features import dot, dot_add, jit, load_tile, store_tile
 
 
 @jit
@@ -70,12 +70,7 @@ def convolve_kernel(
         near = load_around(V, v_row, first, tokens, rows, values, E, BE)
         far = load_around(V, v_row, first + ROWS, tokens, halo, values, E, BE)
         out = dot_add(after, far, dot(own, near))
-        inside = (rows < end - start)[:, None]
-        if E % BE != 0:
-            inside = inside & (values < E)[None, :]
-        base = OUT + tl.cast(start, tl.int64) * out_row
-        pointers = base + rows[:, None] * out_row + values[None, :]
-        tl.store(pointers, out.to(dtype), mask=inside)
+        store_tile(OUT, out_row, start, end, out, rows, values, E, BE, False)
 
 
 @jit
@@ -109,7 +104,7 @@ def filter_gradient_kernel(
     end = tl.minimum((part + 1) * span, tokens)
     for start in range(part * span, end, ROWS):
         first = start - TAPS // 2
-        dout = load_around(DOUT, dout_row, start, end, rows, values, E, BE)
+        dout = load_tile(DOUT, dout_row, start, end, rows, values, E, BE, False)
         near = load_around(V, v_row, first, tokens, rows, values, E, BE)
         far = load_around(V, v_row, first + ROWS, tokens, halo, values, E, BE)
         own = dot_add(dout, tl.trans(near), own)

@@ -55,7 +55,7 @@ def carried_values(d: int, e: int) -> int:
     return max(padded(e), min(padded(d), 64))
 
 
-def carried(t: Tile, q: Tensor) -> dict[str, bool]:
+def carry_options(t: Tile, q: Tensor) -> dict[str, bool]:
     """Sums if the tile says so, and if the dtype has the exponents for them: float16 has not."""
     return {"SUMS": t.sums and q.dtype != torch.float16}
 
@@ -98,7 +98,7 @@ def causal(
             *alpha.stride(), *beta.stride(), heads, heads // kv_heads, tokens, span,
             D=d, E=e, BD=padded(d), BE=carried_values(d, e), ROWS=CHUNK,
             FULL=tokens % CHUNK == 0, HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys,
-            PRECISE=precise(q), ALIKE=alike(q, k, v, out), **factors(q), **carried(t, q),
+            PRECISE=precise(q), ALIKE=alike(q, k, v, out), **factors(q), **carry_options(t, q),
             **t.options,
         )  # fmt: skip
     return out, lse, before
@@ -143,7 +143,7 @@ def causal_backward(
         causal_dq_kernel[(count, b * heads)](
             q, k, v, dout, lse, key_mask, alpha, beta, before, *given, dq, delta, flags, alpha_sums,
             *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), *scales,
-            **widths, **options, ALIKE=alike(q, k, v, dout, dq), **carried(t, q), **t.options,
+            **widths, **options, ALIKE=alike(q, k, v, dout, dq), **carry_options(t, q), **t.options,
         )  # fmt: skip
     first = 0 if need_state else 1
     after = summarize_queries(q, dout, lse, delta, alpha, first, count, span)
@@ -156,7 +156,7 @@ def causal_backward(
             q, k, v, dout, lse, delta, key_mask, alpha, beta, after, flags, dk, dv, beta_sums,
             *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv),
             *scales, first, **widths, **options, ALIKE=alike(q, k, v, dout, dk, dv),
-            **carried(t, q), **t.options,
+            **carry_options(t, q), **t.options,
         )  # fmt: skip
     if group > 1:
         dk = dk.unflatten(1, (kv_heads, group)).sum(2).to(k.dtype)

@@ -20,15 +20,19 @@ def test_lengths(length, dtype, device):
     compare(kernels.causal, reference.causal, tensors, dtype, floor=0.1)
 
 
-@pytest.mark.parametrize("dtype, normalize_keys", [(torch.float32, False), (torch.float16, True)])
-def test_groups_masks_and_unequal_widths(dtype, normalize_keys, device):
-    tensors = inputs(2, 2, 140, None, 48, 16, key_heads=1, device=device)
-    mask = torch.rand(2, 140, device=device) > 0.3
+def check_groups_and_masks(length, dtype, normalize_keys, device):
+    tensors = inputs(2, 2, length, None, 48, 16, key_heads=1, device=device)
+    mask = torch.rand(2, length, device=device) > 0.3
     mask[0, :70] = False  # rows that see nothing, over more than a chunk
     compare(
         kernels.causal, reference.causal, tensors, dtype,
         floor=0.1, key_mask=mask, normalize_keys=normalize_keys,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, normalize_keys", [(torch.float32, False), (torch.float16, True)])
+def test_groups_masks_and_unequal_widths(dtype, normalize_keys, device):
+    check_groups_and_masks(140, dtype, normalize_keys, device)
 
 
 # What the careful path replaces may have overflown before.
@@ -134,13 +138,7 @@ def carried_sums(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normalize_keys", [False, True])
 def test_carried_sums_with_groups_and_masks(carried_sums, dtype, normalize_keys, device):
-    tensors = inputs(2, 2, 300, None, 48, 16, key_heads=1, device=device)
-    mask = torch.rand(2, 300, device=device) > 0.3
-    mask[0, :70] = False  # rows that see nothing, over more than a chunk
-    compare(
-        kernels.causal, reference.causal, tensors, dtype,
-        floor=0.1, key_mask=mask, normalize_keys=normalize_keys,
-    )  # fmt: skip
+    check_groups_and_masks(300, dtype, normalize_keys, device)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in reduce:RuntimeWarning")

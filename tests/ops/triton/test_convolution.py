@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from lln.ops import triton as kernels
 from lln.ops.convolution import convolve_tokens
 from tests.helpers import relative_error
-
-
-def depthwise(v, weight):
-    padding = (weight.shape[1] // 2, 0)
-    return F.conv2d(v, weight[:, None, :, None], padding=padding, groups=v.shape[1])
+from tests.ops.test_convolution import depthwise
 
 
 def made(tokens, taps, width=16, dtype=torch.float32, *, device):
