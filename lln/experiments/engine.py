@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -47,6 +50,10 @@ def make_accelerator() -> Any:
         from accelerate import Accelerator
     except ImportError as error:
         raise ImportError("training needs: pip install 'lln-attention[train]'") from error
+    if torch.distributed.is_available():
+        # Its functions keep the group that exists when it is imported as their default, and a
+        # group that is kept never ends its threads: see `leave_processes`.
+        importlib.import_module("torch.distributed.nn")
     asked = os.environ.pop(USE_FSDP, None)
     try:
         return Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available())
@@ -56,10 +63,17 @@ def make_accelerator() -> Any:
 
 
 def leave_processes() -> None:
-    """Leave the group of processes that :func:`make_accelerator` may have joined."""
+    """Leave the group of processes that :func:`make_accelerator` may have joined.
+
+    gloo's threads let go of the tensors of the last exchange a moment after it; an interpreter that
+    ends in that moment is aborted. A group that nobody holds waits for its threads; a sharded model
+    holds its group, so there they get time.
+    """
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
+        gc.collect()
         distributed.destroy_process_group()
+        time.sleep(0.2)
 
 
 class Engine:

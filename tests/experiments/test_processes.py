@@ -9,6 +9,29 @@ from lln.experiments.loop import train
 from tests.experiments.processes import curve, finish_all, start_ranks, weights
 from tests.experiments.toy import Toy, toy_config
 
+# The thread of the exchange is the last to hold x, and takes a while to let go of it.
+LEAVING = """
+import time, torch
+from lln.experiments.engine import leave_processes, make_accelerator
+class Slow:
+    def __del__(self):
+        time.sleep(0.6)
+def exchange():
+    accelerator = make_accelerator()
+    model = accelerator.prepare(torch.nn.Linear(3, 3))
+    x = torch.ones(3)
+    if accelerator.is_main_process:
+        x.slow = Slow()
+        torch.distributed.all_reduce(x, async_op=True)
+        del x
+        time.sleep(0.5)
+    else:
+        time.sleep(0.3)
+        torch.distributed.all_reduce(x)
+        time.sleep(0.6)
+exchange()
+leave_processes()
+"""
 TOY = ("-m", "tests.experiments.toy")
 
 
@@ -66,3 +89,9 @@ def test_a_batch_that_cannot_be_shared_is_refused(tmp_path):
         assert process.returncode != 0
         assert "batch_size=7 cannot be shared by 2 processes" in said
         assert "choose a multiple of 2" in said
+
+
+@pytest.mark.slow
+def test_leaving_waits_for_threads_that_still_hold_tensors():
+    """Else the interpreter ends under them and aborts: the end of a good run read as a failure."""
+    finish_all(start_ranks(2, "-c", LEAVING))
