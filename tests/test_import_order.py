@@ -95,6 +95,7 @@ EXTRAS_AT_THE_TOP = {
     "cli_train.py": {"typer"},
     "cli_classify.py": {"typer"},
     "bench/cpu.py": {"rich"},
+    "bench/first.py": {"rich"},
     "bench/gpu.py": {"rich"},
     "bench/monitor.py": {"rich"},
     "bench/resources.py": {"rich"},

@@ -6,10 +6,8 @@ Compiling needs a process of its own: without a GPU the kernels of this one are 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import torch
 
 from lln.bench import offline, resources
 from lln.bench.offline import ARCHITECTURES, CannotCompile, Usage
+from tests.bench.outside import outside
 
 TRITON = Path(__file__).resolve().parents[2] / "lln" / "ops" / "triton"
 PRINTED = """
@@ -33,24 +32,6 @@ Resource usage:
  Function read_kernel:
   REG:255 STACK:352 SHARED:1024 LOCAL:0 CONSTANT[0]:700 TEXTURE:0 SURFACE:0 SAMPLER:0
 """
-
-
-def outside(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Python in another process, which compiles kernels."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
-
-
-@pytest.fixture
-def toolchain() -> None:
-    pytest.importorskip("triton")
-    for name in ("ptxas", "cuobjdump"):
-        try:
-            offline.tool(name)
-        except CannotCompile as error:
-            pytest.skip(str(error))
 
 
 def test_registers_and_stack_are_those_of_the_kernel():
