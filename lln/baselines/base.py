@@ -16,7 +16,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lln.ops.arguments import check_floating, check_mask, check_positive_int, check_qkv, hide
+from lln.ops.arguments import (
+    check_floating,
+    check_mask,
+    check_positive_int,
+    check_qkv,
+    hide,
+    no_autocast,
+)
 from lln.protocols import compute_dtype
 
 
@@ -81,7 +88,7 @@ def wide(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
         floating = [x for x in tensors if x is not None and x.is_floating_point()]
         dtype = compute_dtype(*floating)
         cast = [x.to(dtype) if x is not None and x.is_floating_point() else x for x in tensors]
-        with torch.autocast(first.device.type, enabled=False):
+        with no_autocast(first):
             return method(self, *cast).to(first.dtype)
 
     return run

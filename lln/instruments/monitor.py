@@ -16,7 +16,7 @@ from lln.instruments.calls import AttentionCall
 from lln.instruments.concentration import MEASURES
 from lln.instruments.hooks import attention_calls
 from lln.instruments.rows import Row, RowFile, number
-from lln.ops.arguments import check_positive_int
+from lln.ops.arguments import check_positive_int, no_autocast
 from lln.ops.reference import repeat_heads
 
 DEFAULT_MEASURES = ("entropy", "effective_tokens", "column_bias", "temperature", "log_variance")
@@ -194,7 +194,7 @@ class _Watch:
 
     def _rows(self, call: AttentionCall) -> list[Row]:
         """A row per head; what cannot be measured is None, since watching must not end a run."""
-        with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
+        with torch.no_grad(), no_autocast(call.q):
             try:
                 values = _values(call, self.measures, self.rows)
             except Exception as error:

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lln.ops import triton
-from lln.ops.arguments import check_alike, check_floating, check_heads, check_mask
+from lln.ops.arguments import check_alike, check_floating, check_heads, check_mask, no_autocast
 from lln.protocols import Call, compute_dtype
 
 
@@ -69,7 +69,7 @@ def score_variance(
     _check(q, k, key_mask, query_mask)
     factor = 1 / q.shape[-1] if scale is None else scale**2
     # Under autocast these products would be rounded to half precision.
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q):
         mean_q, cov_q = _mean_and_covariance(q, query_mask, k.shape[1])
         mean_k, cov_k = _mean_and_covariance(k, key_mask, k.shape[1])
         total = (cov_q * cov_k).sum((-2, -1))

@@ -6,6 +6,7 @@ tensors only: looking at a value on another device would wait for that device.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from numbers import Real
@@ -177,7 +178,9 @@ def check_positive_int(name: str, value: object) -> None:
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast as scaled_dot_product_attention does under autocast: everything but float64."""
     first = tensors[0]
-    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+    if not isinstance(first, Tensor) or first.is_meta:
+        return tensors
+    if not torch.is_autocast_enabled(first.device.type):
         return tensors
     dtype = torch.get_autocast_dtype(first.device.type)
     return tuple(
@@ -186,6 +189,11 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         else x
         for x in tensors
     )
+
+
+def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:
+    """Products keep the dtype of their factors where ``x`` is; "meta" has no autocast at all."""
+    return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def hide(x: Float[Tensor, "... N D"], mask: Bool[Tensor, "B N"] | None) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln.ops.arguments import no_autocast
+
 # Defined through a Library: torch.library.custom_op would load the compiler at the first call.
 _LIBRARY = torch.library.Library("lln", "FRAGMENT")
 
@@ -28,8 +30,7 @@ def register(
     """
 
     def without_autocast(*args):
-        device = next(arg.device.type for arg in args if isinstance(arg, Tensor))
-        with torch.autocast(device, enabled=False):
+        with no_autocast(next(arg for arg in args if isinstance(arg, Tensor))):
             return compute(*args)
 
     op = f"lln::{name}_eager"
