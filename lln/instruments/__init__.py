@@ -9,6 +9,7 @@ it.
 from lln.instruments.bias import column_bias, mutual_information
 from lln.instruments.concentration import MEASURES, Concentration, measure
 from lln.instruments.entropy import effective_tokens, entropy, renyi2_entropy
+from lln.instruments.flops import flop_counter
 from lln.instruments.kernels import KERNELS
 from lln.instruments.lognormal import LogNormalFit, fit_lognormal
 from lln.instruments.monitor import monitor
@@ -33,6 +34,7 @@ __all__ = [
     "effective_tokens",
     "entropy",
     "fit_lognormal",
+    "flop_counter",
     "lln_temperature",
     "log_variance",
     "measure",

@@ -1,0 +1,110 @@
+"""Operations of attention, counted: torch's counter knows its own operators only.
+
+As there, multiplications and additions of matrix products count, everything else does not. What is
+counted is the linear form itself: a state [D, E] per head is built from the keys and read by the
+queries. The tiles that causal implementations add to it on their way are left out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
+
+# Which products an operator consists of; its variants for training and gradients, and those in
+# plain PyTorch, carry its name and a suffix.
+LINEAR = ("summarize", "read", "bidirectional", "causal", "lln_diag", "varlen", "decode")
+BLOCKS = ("block_diagonal", "lln_diag", "varlen")
+CONVOLUTION = ("convolution",)
+SUFFIXES = ("", "_train", "_backward", "_eager", "_backward_eager")
+
+
+def flop_counter(**options: Any) -> FlopCounterMode:
+    """``torch.utils.flop_counter.FlopCounterMode`` that also knows the operators of this library.
+
+    To torch's own, LLN attention is nothing.
+
+    Args:
+        options: Of torch's counter; nothing is printed unless ``display=True``.
+
+    Example:
+        >>> with flop_counter() as counter:
+        ...     lln.attention(q, k, v)                          # [1, 8, 4096, 64]
+        >>> counter.get_total_flops()                           # 2 · 2 · 8 · 4096 · 64²
+        536870912
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    own = {**_formulas(), **options.pop("custom_mapping", {})}
+    return FlopCounterMode(**{"display": False, **options}, custom_mapping=own)
+
+
+def _formulas() -> dict[Any, Callable[..., int]]:
+    """The formulas of all operators there are."""
+    import lln.ops.eager  # noqa: F401
+    from lln.ops import triton
+
+    names = {*LINEAR, *BLOCKS, *CONVOLUTION}
+    if torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
+        for name in names:
+            getattr(triton, name)  # defines its operators
+    return {
+        getattr(torch.ops.lln, name + suffix): _formula(name, suffix)
+        for name in sorted(names)
+        for suffix in SUFFIXES
+        if hasattr(torch.ops.lln, name + suffix)
+    }
+
+
+def _formula(name: str, suffix: str) -> Callable[..., int]:
+    names = [
+        argument.name
+        for argument in getattr(torch.ops.lln, name + suffix).default._schema.arguments
+    ]
+    backward = "backward" in suffix
+
+    def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        given = SimpleNamespace(**dict(zip(names, args, strict=False)), **kwargs)
+        total = 0
+        if name in LINEAR:
+            total += _linear(given) * (2 if backward else 1)
+        if name in BLOCKS and getattr(given, "block", 0):
+            # softmax attention computes its scores anew before their gradient: 5 products, not 4
+            total += _blocks(given) * (5 if backward else 2) // 2
+        if name in CONVOLUTION:
+            total += _convolution(given)
+        return total
+
+    count._get_raw = True  # pyright: ignore[reportFunctionMemberAccess]  # tensors, not their shapes
+    return count
+
+
+def _products(x: Tensor, width: int) -> int:
+    """Of every row of ``x [..., D]`` with a matrix [D, width]."""
+    return 2 * math.prod(x.shape) * width
+
+
+def _linear(given: SimpleNamespace) -> int:
+    values = (given.v if hasattr(given, "v") else given.mean).shape[-1]
+    return sum(_products(getattr(given, x), values) for x in ("q", "k") if hasattr(given, x))
+
+
+def _blocks(given: SimpleNamespace) -> int:
+    """Scores and their sums over values, of every query with the keys of its block."""
+    q, v = given.q, given.v
+    tokens = q.shape[2] if q.dim() == 4 else q.shape[0]  # packed: [tokens, heads, D]
+    pairs = math.prod(q.shape[:-1]) * min(given.block, tokens)
+    return 2 * pairs * (q.shape[-1] + v.shape[-1])
+
+
+def _convolution(given: SimpleNamespace) -> int:
+    wanted = getattr(given, "need_v", 1) + getattr(given, "need_weight", 0)
+    return wanted * _products(given.v, given.weight.shape[-1])

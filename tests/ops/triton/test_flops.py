@@ -1,0 +1,62 @@
+"""Kernels count as the plain PyTorch of the same operation does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lln.instruments import flop_counter
+from lln.instruments.flops import _formulas
+from lln.ops import eager
+from lln.ops import triton as kernels
+
+B, H, N, D, E, BLOCK = 1, 2, 48, 16, 32, 16
+WITHOUT_PRODUCTS = {"standard_deviations", "match"}
+
+
+def both_passes(run, inputs) -> tuple[int, int]:
+    counter = flop_counter()
+    with counter:
+        out = run(*inputs)
+    forward = counter.get_total_flops()
+    with counter:
+        torch.autograd.grad(out.sum(), inputs)
+    return forward, counter.get_total_flops()
+
+
+@pytest.mark.parametrize("op", ["bidirectional", "lln_diag", "causal", "block_diagonal"])
+def test_forward_and_backward(op, device):
+    scales = {name: torch.full((B, H), 2.0, device=device) for name in ("alpha", "beta")}
+    block = {"block": BLOCK, "scale": 0.25}
+    options = {
+        "bidirectional": scales,
+        "causal": scales,
+        "lln_diag": {**scales, **block},
+        "block_diagonal": block,
+    }[op]
+    shapes = (B, H, N, D), (B, H, N, D), (B, H, N, E)
+    inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    ours = both_passes(lambda *x: getattr(kernels, op)(*x, **options), inputs)
+    plain = both_passes(lambda *x: getattr(eager, op)(*x, **options), inputs)
+    assert ours == plain
+    assert ours[0] > 0
+
+
+def test_a_convolution_is_a_product_with_its_taps(device):
+    v = torch.randn(B, H, N, E, device=device, requires_grad=True)
+    weight = torch.randn(H, 5, device=device, requires_grad=True)
+    once = 2 * v.numel() * 5
+    assert both_passes(kernels.convolution, [v, weight]) == (once, 2 * once)
+
+
+def test_every_operator_has_a_formula():
+    """A new one would count as nothing, and nobody would notice."""
+    for name in kernels._MODULES:
+        getattr(kernels, name)
+    defined = {
+        schema.name.removeprefix("lln::")
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("lln::")
+    }
+    known = {str(op).removeprefix("lln.") for op in _formulas()}
+    assert defined - known == WITHOUT_PRODUCTS
