@@ -69,6 +69,7 @@ class _Recorder:
         self.stack: list[nn.Module] = []
         self.thread = threading.get_ident()
         self.diagonal: tuple[Tensor, dict[str, Any]] | None = None
+        self.inside = False  # an op of this package, which may be made of torch's
 
     @property
     def active(self) -> bool:
@@ -159,6 +160,8 @@ class _TorchFunctions(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if self.recorder.inside:
+            return out
         if func is F.scaled_dot_product_attention:
             _record_sdpa(self.recorder, *args, **kwargs)
         elif func is F.multi_head_attention_forward:
@@ -272,9 +275,14 @@ class _WatchedOps(ModuleType):
             return op
 
         def recorded(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-            out = op(q, k, v, **options)
-            if self._recorder.active:
-                self._recorder.lln(name, q, k, v, options)
+            if not self._recorder.active:
+                return op(q, k, v, **options)
+            self._recorder.inside = True
+            try:
+                out = op(q, k, v, **options)
+            finally:
+                self._recorder.inside = False
+            self._recorder.lln(name, q, k, v, options)
             return out
 
         return recorded

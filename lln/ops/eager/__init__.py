@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lln.ops.eager import fused_blocks
 from lln.ops.eager.block_diagonal import block_diagonal_op
 from lln.ops.eager.causal import causal_op
 from lln.ops.eager.state import merge, read_op, summarize_op
@@ -134,8 +135,9 @@ def lln_diag(
         probability_dropout=probability_dropout,
         wide=True,
     )
-    weight = 0.5 if mix is None else mix.to(linear.dtype)[:, None, None]
-    return torch.lerp(local, linear, weight).to(q.dtype)
+    if mix is None:
+        return linear.lerp_(local, 0.5).to(q.dtype)  # fresh memory costs more than arithmetic
+    return torch.lerp(local, linear, mix.to(linear.dtype)[:, None, None]).to(q.dtype)
 
 
 def block_diagonal(
@@ -151,6 +153,9 @@ def block_diagonal(
     wide=False,
 ) -> Tensor:
     """Softmax attention inside blocks."""
+    if fused_blocks.takes(q, k, v, probability_dropout):
+        options = {"key_mask": key_mask, "is_causal": is_causal, "wide": wide}
+        return fused_blocks.attend_in_blocks(q, k, v, block=block, scale=scale, **options)
     return block_diagonal_op(q, k, v, key_mask, probability_dropout, block, scale, is_causal, wide)
 
 
