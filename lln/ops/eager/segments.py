@@ -55,7 +55,8 @@ class Inputs:
 
     def expand(self, x: Tensor) -> Tensor:
         """``[B, Hkv, ...] -> [X, ...]`` with X = B·H."""
-        return x.repeat_interleave(self.group, dim=1).flatten(0, 1)
+        repeated = x if self.group == 1 else x.repeat_interleave(self.group, dim=1)
+        return repeated.flatten(0, 1)
 
     def reduce(self, x: Tensor) -> Tensor:
         """The gradient of :meth:`expand`."""
