@@ -340,10 +340,13 @@ def _record_interface(
     mask: object,
     options: dict[str, Any],
 ) -> None:
-    """Eager attention hides by its mask alone; flash attention takes padding [B, M] and a flag."""
+    """Eager attention hides by its mask alone; flash attention takes padding [B, M] and a flag.
+
+    A mask [B, 0] is that of :mod:`lln.hf` where nothing is padded.
+    """
     eager, flash = name.endswith("eager"), "flash" in name
     if isinstance(mask, Tensor) and mask.dim() == 2:
-        mask = (mask != 0)[:, None, None]
+        mask = (mask != 0)[:, None, None] if mask.shape[1] else None
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", False) if causal is None else causal
     window = options.get("sliding_window")

@@ -227,6 +227,30 @@ def test_lln_registered_with_transformers():
         calls[0].matrix(0)
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("mechanism", ["softmax", "performer", "linformer", "lln_diag"])
+def test_mechanisms_put_into_a_transformers_model(mechanism, padded):
+    """Their masks have a form of their own, [B, 0] where nothing is padded."""
+    import lln.hf
+
+    model = models.build("roberta").eval()
+    options = {} if mechanism == "softmax" else {"max_length": 20}
+    if mechanism == "linformer":
+        options["rank"] = 8
+    lln.hf.replace(model, mechanism, quiet=True, **options)
+    mask = torch.ones(2, 20, dtype=torch.long)
+    if padded:
+        mask[0, 15:] = 0
+    with torch.no_grad(), attention_calls(model) as calls:
+        model(torch.randint(5, 100, (2, 20)), attention_mask=mask)
+    kernel = {"softmax": "softmax", "lln_diag": "lln"}.get(mechanism, mechanism)
+    assert [call.kernel for call in calls] == [kernel] * 2
+    for call in calls:
+        expected = mask[:1].bool() if padded else None
+        seen = call.key_mask
+        assert seen is None if expected is None else torch.equal(seen, expected)
+
+
 def everything_that_is_watched():
     interface = transformers.AttentionInterface
     return (
