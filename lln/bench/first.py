@@ -28,7 +28,7 @@ LENGTH = 4096
 WIDTHS = (64, 128)
 DTYPE = "bfloat16"
 CALLED = ("bidirectional", "lln_diag", "causal", "varlen", "decode")
-CONFIGURATION = f"N={LENGTH} B=1, fresh process, empty cache, contexts and inputs made before"
+CONFIGURATION = f"N={LENGTH} B=1, fresh process, empty cache, CUDA started before"
 
 
 def first_call(case: ResourceCase) -> list[sweep.Row]:
