@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
@@ -52,7 +53,7 @@ def first_call(case: ResourceCase) -> list[sweep.Row]:
             _wait()
             passes.append((BACKWARD, time.perf_counter() - start, len(launched) - counted))
     named = {"op": case.op, "D": case.D, "dtype": case.dtype}
-    ran = {"arch": f"sm_{ARCH}" if not on_gpu else "", "called": on_gpu}
+    ran = {"arch": "" if on_gpu else f"sm_{ARCH}", "called": on_gpu}
     return [
         {**named, "pass": name, "seconds": round(seconds, 2), "kernels": kernels, **ran}
         for name, seconds, kernels in passes
@@ -66,8 +67,6 @@ def _wait() -> None:
 
 def _launches(inside: contextlib.ExitStack) -> list[Any]:
     """A list that grows by one with every kernel that is launched."""
-    from unittest.mock import patch
-
     from triton.runtime.jit import JITFunction
 
     launched: list[Any] = []

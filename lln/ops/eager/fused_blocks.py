@@ -46,12 +46,12 @@ def attend_in_blocks(
     before, after = first - start, -(keys - start) % block
     q = _padded(q[:, :, blind:].to(dtype), before, after)
     k, v = k[:, :, start:].to(dtype), v[:, :, start:].to(dtype)
-    seen = None
-    if key_mask is not None or after:
+    seen = None if key_mask is None else key_mask[:, start:]
+    if seen is not None:
+        k, v = hide(k, seen), hide(v, seen)
+    elif after:
         seen = k.new_ones(k.shape[0], keys - start, dtype=torch.bool)
-        if key_mask is not None:
-            seen = key_mask[:, start:]
-            k, v = hide(k, seen), hide(v, seen)
+    if seen is not None:
         seen = F.pad(seen, (0, after)).unflatten(1, (-1, block))[:, None, :, None, :]
     k, v = _padded(k, 0, after), _padded(v, 0, after)
     if (group := q.shape[1] // k.shape[1]) > 1:
