@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lln.baselines.base import Core, Layer, masked_softmax
+from lln.ops.convolution import convolve_tokens
 
 IMPLEMENTATIONS = ("sdpa", "matrix")
 
@@ -21,13 +22,25 @@ class Softmax(Core):
 
     Args:
         causal: Query i sees keys j ≤ i + M − N.
+        conv: Width, odd, of Nyströmformer's convolution of the values, added to the output: tells
+            apart what it does for other mechanisms from what they do. 0 leaves it out.
     """
 
-    def __init__(self, layer: Layer, *, impl: str = "sdpa", causal: bool = False) -> None:
+    def __init__(
+        self, layer: Layer, *, impl: str = "sdpa", causal: bool = False, conv: int = 0
+    ) -> None:
         super().__init__(layer)
         if impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl={impl!r} is unknown; choose from {', '.join(IMPLEMENTATIONS)}")
-        self.impl, self.causal = impl, causal
+        if conv < 0 or (conv and conv % 2 == 0):
+            raise ValueError(f"conv={conv} must be an odd width, or 0 for none")
+        if conv and causal:
+            raise ValueError(f"conv={conv} looks at neighbours on both sides: it cannot be causal")
+        self.impl, self.causal, self.crosses = impl, causal, not conv
+        self.conv_weight = None
+        if conv:
+            shape, bound = (layer.num_heads, conv), conv**-0.5  # torch's own, depthwise
+            self.conv_weight = nn.Parameter(torch.empty(shape).uniform_(-bound, bound))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         # torch's kernels keep their sums in float32: nothing has to be widened.
@@ -38,6 +51,10 @@ class Softmax(Core):
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        out = self._softmax(q, k, v, key_mask)
+        return out if self.conv_weight is None else out + convolve_tokens(v, self.conv_weight)
+
+    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         seen = visible(q, k, key_mask, causal=self.causal)
         if self.impl == "matrix":
             return masked_softmax(q @ k.mT * q.shape[-1] ** -0.5, seen) @ v

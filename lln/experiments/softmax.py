@@ -7,6 +7,7 @@ implementations here are called with no mask, or with a row per sample.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -63,7 +64,12 @@ def matrix_attention(
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
-def check_options(attention: str, options: object) -> None:
-    """Softmax has none."""
-    if attention in NAMES and options:
-        raise ValueError(f"options={options}: {attention!r} has none")
+def replaces(attention: str, options: Mapping[str, Any]) -> bool:
+    """Whether the model gets modules of the zoo: any other mechanism, and softmax with options.
+
+    Raises:
+        ValueError: Options of softmax by its matrix, which has none.
+    """
+    if attention == "softmax_eager" and options:
+        raise ValueError(f"options={dict(options)}: 'softmax_eager' has none")
+    return attention not in NAMES or bool(options)

@@ -218,7 +218,7 @@ def build_model(config: ViTRun, pictures: images.Images) -> Any:
     import lln.hf
 
     attention, options = config.train.attention, dict(config.train.options)
-    softmax.check_options(attention, options)
+    replaces = softmax.replaces(attention, options)
     side, channels = pictures.pixels.shape[1], pictures.pixels.shape[3]
     sizes = ViTConfig(
         image_size=side,
@@ -240,7 +240,7 @@ def build_model(config: ViTRun, pictures: images.Images) -> Any:
         model = ViTForImageClassification(sizes)
         for embedding in (model.vit.embeddings.position_embeddings, model.vit.embeddings.cls_token):
             nn.init.normal_(embedding, std=config.position_std)
-        if attention not in softmax.NAMES:
+        if replaces:
             length = (side // config.patch) ** 2 + 1
             lln.hf.replace(model, attention, quiet=True, max_length=length, **options)
     return model

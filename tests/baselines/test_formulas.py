@@ -76,6 +76,27 @@ def test_softmax_with_its_matrix():
     assert_same(make("softmax", impl="matrix").core, WEIGHTS["softmax"])
 
 
+@pytest.mark.parametrize("impl", ["sdpa", "matrix"])
+def test_softmax_with_a_convolution(impl):
+    core, plain = (make("softmax", impl=impl, conv=taps).core.double() for taps in (5, 0))
+    (q, k, v), mask = heads(TOKENS), mask_of()
+    near = torch.zeros_like(v)
+    for n in range(TOKENS):
+        for t, m in enumerate(range(n - 2, n + 3)):
+            if 0 <= m < TOKENS:
+                seen = v[:, :, m] * mask[:, None, m, None]
+                near[:, :, n] += core.conv_weight.detach()[:, t, None] * seen
+    valid = mask[:, None, :, None].expand_as(v)
+    expected = plain(q, k, v, mask) + near
+    torch.testing.assert_close(core(q, k, v, mask)[valid], expected[valid])
+
+
+def test_softmax_refuses_a_convolution_it_cannot_serve():
+    for options, said in (({"conv": 4}, "odd width"), ({"conv": 5, "causal": True}, "causal")):
+        with pytest.raises(ValueError, match=f"conv={options['conv']}.*{said}"):
+            make("softmax", **options)
+
+
 def test_hedgehog():
     core = make("hedgehog").core.double()
     torch.nn.init.normal_(core.query_map, std=0.3)

@@ -176,7 +176,7 @@ def test_memory_that_runs_out_is_a_result(monkeypatch):
     ("changes", "said"),
     [
         ({"attention": "sofmax"}, "sofmax"),
-        ({"attention": "softmax", "options": {"method": "paper"}}, "'softmax' has none"),
+        ({"attention": "softmax", "options": {"method": "paper"}}, "method= is not an option"),
         ({"options": {"bloc": 3}}, "bloc= is not an option"),
         ({"length": 100_000}, "length=100000 is longer than the text"),
     ],

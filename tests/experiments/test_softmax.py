@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from lln.experiments import mlm, roberta, softmax
 
 
-def built(attention: str):
-    config = mlm.configure("roberta-tiny", attention=attention, options={})
+def built(attention: str, **options):
+    config = mlm.configure("roberta-tiny", attention=attention, options=options)
     return roberta.build_model(config, 300)[0].eval()
 
 
@@ -54,7 +54,28 @@ def test_the_matrix_refuses_a_mask_per_pair():
         softmax.matrix_attention(torch.nn.Module(), x, x, x, torch.ones(1, 1, 4, 4))
 
 
+def test_softmax_with_a_convolution_is_a_module_of_its_own(model):
+    ids = torch.randint(5, 300, (2, 20))
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, 12:] = 0
+    wide = built("softmax", conv=5)
+    weights = {name: x for name, x in wide.named_parameters() if name.endswith("conv_weight")}
+    layers = wide.config.num_hidden_layers
+    assert len(weights) == layers and all(x.shape[1] == 5 for x in weights.values())
+    for given in ({}, {"attention_mask": mask}):
+        seen = given.get("attention_mask", torch.ones_like(mask)).bool()
+        plain, more = (m.roberta(ids, **given)[0][seen] for m in (model, wide))
+        assert (plain - more).abs().max() > 1e-3
+    for weight in weights.values():
+        torch.nn.init.zeros_(weight)
+    for given in ({}, {"attention_mask": mask}):
+        seen = given.get("attention_mask", torch.ones_like(mask)).bool()
+        torch.testing.assert_close(*(m.roberta(ids, **given)[0][seen] for m in (model, wide)))
+
+
 def test_options_are_refused():
-    with pytest.raises(ValueError, match="'softmax' has none"):
-        softmax.check_options("softmax", {"method": "paper"})
-    softmax.check_options("lln", {"method": "paper"})
+    with pytest.raises(ValueError, match="'softmax_eager' has none"):
+        softmax.replaces("softmax_eager", {"conv": 5})
+    with pytest.raises(TypeError, match="method= is not an option"):
+        built("softmax", method="paper")
+    assert softmax.replaces("lln", {}) and not softmax.replaces("softmax", {})

@@ -44,7 +44,7 @@ def test_the_models_of_the_paper():
         vit.recipe("large")
     with pytest.raises(ValueError, match="patch=3 does not divide the side 8"):
         vit.Vision(small(patch=3), pictures())
-    with pytest.raises(ValueError, match="'softmax' has none"):
+    with pytest.raises(TypeError, match="rank= is not an option; 'softmax' takes"):
         vit.Vision(small(options={"rank": 3}), pictures()).build()
 
 
