@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lln import functional, moments
 from lln.ops import reference
-from lln.ops.convolution import convolve_tokens
+from lln.ops.convolution import convolve_by_blocks
 
 ALPHA = BETA = 2.0  # constants: measuring them is the business of the "measured" op
 DIAG_BLOCK, WIDE_BLOCK = 64, 128
@@ -121,7 +121,7 @@ RUNNERS: dict[tuple[str, str], Callable[..., Tensor]] = {
     ("bidirectional", "flash"): _backend("FLASH_ATTENTION"),
     ("causal", "cudnn"): _backend("CUDNN_ATTENTION", is_causal=True),
     ("causal", "flash"): _backend("FLASH_ATTENTION", is_causal=True),
-    ("convolution", "eager"): convolve_tokens,
+    ("convolution", "eager"): convolve_by_blocks,
     ("convolution", "triton"): _convolved,
     ("convolution", "torch"): _depthwise,
 }

@@ -4,8 +4,8 @@
 
 A block of the output is the product of a band matrix [block, block + K − 1], the same for all
 blocks of a head, and the values around the block: linear in N, what matrix units are made for, and
-with gradients that are the same on every run. The same as one kernel is
-``lln.ops.triton.convolution``, to be taken here once ``lln bench gpu`` has measured it.
+with gradients that are the same on every run. On a CUDA device one kernel does the same without
+copies of the values (``lln.ops.triton.convolution``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from lln.ops import triton
+from lln.protocols import HALF
+
 LEAST_BLOCK = 32
+MOST_TAPS = 65  # of the kernel, whose band matrices stay in registers
 
 
 def convolve_tokens(
@@ -27,6 +31,24 @@ def convolve_tokens(
         >>> convolve_tokens(torch.ones(1, 1, 4, 1), torch.ones(1, 3)).flatten().tolist()
         [2.0, 3.0, 3.0, 2.0]
     """
+    if _kernel_takes(v, weight):
+        return triton.convolution(v, weight)
+    return convolve_by_blocks(v, weight)
+
+
+def _kernel_takes(v: Tensor, weight: Tensor) -> bool:
+    return (
+        triton.refuses_device(v) is None
+        and v.dtype in (*HALF, torch.float32)
+        and v.shape[-1] in triton.WIDTHS
+        and weight.shape[1] <= MOST_TAPS
+    )
+
+
+def convolve_by_blocks(
+    v: Float[Tensor, "B H N E"], weight: Float[Tensor, "H K"]
+) -> Float[Tensor, "B H N E"]:
+    """:func:`convolve_tokens` in plain PyTorch, on any device."""
     batch, heads, tokens, width = v.shape
     taps = weight.shape[1]
     if tokens == 0:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lln.ops import triton as kernels
-from lln.ops.convolution import convolve_tokens
+from lln.ops.convolution import convolve_by_blocks, convolve_tokens
 from tests.helpers import relative_error
 from tests.ops.test_convolution import depthwise
 
@@ -68,7 +68,37 @@ def test_opcheck(device):
     torch.library.opcheck(torch.ops.lln.convolution.default, (v, weight))
 
 
+@pytest.mark.parametrize(
+    ("taps", "width", "dtype"),
+    [
+        (33, 64, torch.float32),
+        (33, 5, torch.float32),
+        (67, 16, torch.float32),
+        (33, 16, torch.float64),
+    ],
+)
+def test_modules_take_the_kernel_where_it_fits(taps, width, dtype, device, monkeypatch):
+    if device == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    v, weight, _ = made(100, taps, width, dtype, device=device)
+    taken = []
+
+    def kernel(v, weight):
+        taken.append(v.shape)
+        return kernels._convolution.convolution(v, weight)
+
+    monkeypatch.setattr(kernels, "convolution", kernel)
+    got = convolve_tokens(v, weight)
+    assert bool(taken) == (taps == 33 and width == 64)
+    assert relative_error(got, convolve_by_blocks(v, weight)) < 1e-5
+
+
 @pytest.mark.gpu
-def test_it_computes_what_modules_take_now(device):
-    v, weight, _ = made(300, 33, 64, torch.bfloat16, device=device)
-    assert relative_error(kernels.convolution(v, weight), convolve_tokens(v, weight)) < 1e-2
+def test_compiled_it_is_one_op(device):
+    v, weight, d_out = made(300, 33, 64, torch.bfloat16, device=device)
+    compiled = torch.compile(convolve_tokens, fullgraph=True)
+    expected = torch.autograd.grad(convolve_by_blocks(v, weight), (v, weight), d_out)
+    for x, y in zip(
+        torch.autograd.grad(compiled(v, weight), (v, weight), d_out), expected, strict=True
+    ):
+        assert relative_error(x, y) < 1e-2
