@@ -7,7 +7,6 @@ same input gives bit-identical outputs and gradients on every run.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import os
@@ -31,6 +30,7 @@ _MODULES = {
     "standard_deviations": "statistics",
     "varlen": "_varlen",
 }
+INSTALLED = importlib.util.find_spec("triton") is not None  # a constant, for torch.compile
 WIDTHS = (16, 32, 48, 64, 80, 96, 128, 256)
 
 
@@ -43,16 +43,11 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-@functools.cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def refuses_device(x: torch.Tensor) -> str | None:
     """Why no kernel can be launched on the device of a tensor, or None."""
     if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"the tensors are on {x.device.type}; move them to a CUDA device"
-    if not _installed():
+    if not INSTALLED:
         return "triton is not installed; pip install 'lln-attention[triton]'"
     return None
 
