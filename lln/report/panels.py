@@ -26,12 +26,16 @@ SOLID = {marker: re.findall(r"#\w+", css)[-1] for marker, css in STYLE_VARIABLES
 SOLID[GREY] = "#7d8590"
 PAGE = {marker: marker for marker in SOLID}  # replaced by CSS variables afterwards
 PANEL_SIZE = (5.2, 3.6)
-LEGEND_LINE = 0.21  # inches
+LEGEND_LINE = 0.21  # inches, as the two below
+LETTER, HANDLE = 0.073, 0.75
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve; ``slot`` chooses the colour (None: grey), ``dashed`` marks theory."""
+    """A curve; ``slot`` chooses the colour (None: grey), ``dashed`` marks theory.
+
+    Where the colours come again curves are dash-dotted.
+    """
 
     label: str
     x: Sequence[float]
@@ -83,9 +87,10 @@ def _draw(
     columns = {1: 1, 2: 2, 4: 2}.get(len(panels), 3)
     lines = -(-len(panels) // columns)
     labels = _labels(panels)
-    wide = columns * 2 if max(map(len, labels), default=0) > 22 else columns * 3
+    width = PANEL_SIZE[0] * columns
+    wide = max(1, int(width / (HANDLE + LETTER * max(map(len, labels), default=0))))
     legend = -(-len(labels) // wide) * LEGEND_LINE if len(labels) > 1 else 0
-    size = (PANEL_SIZE[0] * columns, PANEL_SIZE[1] * lines + legend)
+    size = (width, PANEL_SIZE[1] * lines + legend)
     with matplotlib.rc_context({**style, "svg.hashsalt": name}):
         figure = Figure(figsize=size, layout="constrained")
         for index, panel in enumerate(panels):
@@ -105,6 +110,7 @@ def _draw_panel(axes, panel: Panel, colours: dict[str, str]) -> None:
     if panel.span is not None:
         axes.axvspan(*panel.span, color=colours[GRID], alpha=0.5, linewidth=0)
     for curve in panel.curves:
+        again = curve.slot is not None and curve.slot >= len(SERIES)
         axes.errorbar(
             curve.x,
             curve.y,
@@ -112,7 +118,7 @@ def _draw_panel(axes, panel: Panel, colours: dict[str, str]) -> None:
             label=curve.label,
             color=colours[GREY if curve.slot is None else SERIES[curve.slot % len(SERIES)]],
             marker=curve.marker or None,
-            linestyle="--" if curve.dashed else "-",
+            linestyle="--" if curve.dashed else "-." if again else "-",
             markersize=4.5,
             linewidth=1.1 if curve.dashed else 1.6,
             elinewidth=0.9,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lln.report.results import (
@@ -21,6 +21,10 @@ from lln.report.results import (
 )
 from lln.report.tables import Table
 
+OF_A_STEP = (
+    *("layers", "width", "heads", "feed_forward", "length", "batches", "batch_size"),
+    *("accumulation", "precision", "dropout", "compile", "graph", "checkpointing", "shard"),
+)
 SINUSOIDS = (
     "The learned embeddings of positions start from sines and cosines, for all alike: from random "
     "ones softmax is still at the plateau of its start after 66M tokens (docs/guide/training.md)."
@@ -30,16 +34,25 @@ SINUSOIDS = (
 def tables(rows: Sequence[Row], curves: Sequence[Row] = ()) -> list[Table]:
     """One for each scale at which at least two mechanisms were pre-trained, the largest first.
 
-    Fig. 1 has a model of its own, trained to be looked at and not to the end.
+    Figs. 1 and 8b have runs of their own, trained to be looked at and not to the end.
     """
     trained = [
         row
         for row in rows
-        if row["subject"] == "mlm" and row["configuration"].get("recipe") != "figure-1"
+        if row["subject"] == "mlm"
+        and row["configuration"].get("recipe") != "figure-1"
+        and row["configuration"].get("precision") != "fp16"
     ]
+    steps = {_step(row): row for row in rows if row["subject"] == "step" and was_alone(row)}
     scales = grouped(trained, _scale)
     found = [own for own in scales.values() if len({_variant(row) for row in own}) > 1]
-    return [_table(own, curves) for own in sorted(found, key=_size, reverse=True)]
+    return [_table(own, curves, steps) for own in sorted(found, key=_size, reverse=True)]
+
+
+def _step(row: Row) -> tuple[Any, ...]:
+    """What decides how long a step takes."""
+    configuration = row["configuration"]
+    return (*_variant(row), row["device"], *map(configuration.get, OF_A_STEP))
 
 
 def _scale(row: Row) -> tuple[Any, ...]:
@@ -55,7 +68,7 @@ def _variant(row: Row) -> tuple[str, str]:
     return mechanism(row), options(row)
 
 
-def _table(rows: list[Row], curves: Sequence[Row]) -> Table:
+def _table(rows: list[Row], curves: Sequence[Row], steps: Mapping[Any, Row]) -> Table:
     of_run = grouped(curves, lambda line: (line["digest"], line["seed"]))
     rates = best_rates(rows)
     tried = sorted({row["configuration"].get("learning_rate") or 0 for row in rows})
@@ -63,8 +76,11 @@ def _table(rows: list[Row], curves: Sequence[Row]) -> Table:
         row for row in rows if row["configuration"].get("learning_rate") == rates[_variant(row)]
     ]
     by_variant = grouped(sorted(rows, key=in_paper_order), _variant)
-    seconds = min((row["train_seconds"] for row in rows if was_alone(row)), default=None)
-    found = [_mechanism(own, of_run, seconds) for own in by_variant.values()]
+    timed = {variant: _timed(own, steps) for variant, own in by_variant.items()}
+    seconds = min((row["train_seconds"] for own in timed.values() for row in own), default=None)
+    found = [
+        _mechanism(own, of_run, seconds, timed[variant]) for variant, own in by_variant.items()
+    ]
     first = rows[0]["configuration"]
     amount = first["steps"] * first["batch_size"] * first["length"] / 1e6
     title = (
@@ -74,7 +90,7 @@ def _table(rows: list[Row], curves: Sequence[Row]) -> Table:
     notes = [
         *([SINUSOIDS] if first.get("positions") == "sinusoid" else []),
         "Loss: of validation, nats per hidden token, after equally many tokens.",
-        *_about_time(rows, seconds),
+        *_about_time(seconds, [line[3] for line, _ in found]),
         f"Learning rates tried, the best by this loss shown: {', '.join(f'{x:g}' for x in tried)}.",
         "LLN share: of the output of LLN+Diag, mean over layers and heads, last measured.",
         origin_text(rows),
@@ -83,23 +99,52 @@ def _table(rows: list[Row], curves: Sequence[Row]) -> Table:
     return Table(title, columns, [line for line, _ in found], notes, [each for _, each in found])
 
 
-def _about_time(rows: list[Row], seconds: float | None) -> Iterator[str]:
+def _about_time(seconds: float | None, speeds: Sequence[str]) -> Iterator[str]:
     if seconds is not None:
-        yield f"Equal time: after the {seconds:,.0f} s that the fastest run trained."
-    if not all(was_alone(row) for row in rows):
+        yield (
+            f"Equal time: after the {seconds:,.0f} s that the fastest run takes, whose learning "
+            "rate has fallen to 0 by then; that of the others has not."
+        )
+    if any(speed.endswith("*") for speed in speeds):
+        yield (
+            "*: the run shared its GPU with others; its speed is that of the same step alone "
+            "(sweeps/tier_a_speed.json), and so is the time after which its loss is shown."
+        )
+    if "–" in speeds:
         yield "No speed: the run shared its GPU with others."
 
 
+def _timed(rows: list[Row], steps: Mapping[Any, Row]) -> list[Row]:
+    """The runs that were alone; if none was, the same training step, alone, with the time of all.
+
+    What a row of a step says of its own few updates is replaced.
+    """
+    alone = [row for row in rows if was_alone(row)]
+    step = steps.get(_step(rows[0]))
+    if alone or step is None or not step.get("step_ms"):
+        return alone
+    seconds = rows[0]["configuration"]["steps"] * step["step_ms"] / 1000
+    return [{**step, "train_seconds": seconds}]
+
+
 def _mechanism(
-    rows: list[Row], curves: dict[tuple[str, int], list[Row]], seconds: float | None
+    rows: list[Row],
+    curves: dict[tuple[str, int], list[Row]],
+    seconds: float | None,
+    timed: list[Row],
 ) -> tuple[list[str], dict[str, Any]]:
+    """``timed``: as :func:`_timed` has found them."""
+
     def lines(rows: list[Row]) -> list[Row]:
         return [line for row in rows for line in curves.get((row["digest"], row["seed"]), [])]
 
-    timed = [row for row in rows if was_alone(row)]
+    runs, star = [line["rows"] for line in lines(timed)], ""
+    if timed and timed[0]["subject"] == "step":
+        runs = [retimed(line["rows"], timed[0]["step_ms"] / 1000) for line in lines(rows)]
+        star = "*"
     values = {
         "loss": Mean.of(row["loss"] for row in rows),
-        "loss_at_equal_time": Mean.of(loss_after(line["rows"], seconds) for line in lines(timed)),
+        "loss_at_equal_time": Mean.of(loss_after(run, seconds) for run in runs),
         "tokens_per_second": Mean.of(row["tokens_per_second"] for row in timed),
         "peak_gb": Mean.of(row["peak_mb"] / 1024 for row in rows if row.get("peak_mb") is not None),
         "lln_share": Mean.of(last_share(line["rows"]) for line in lines(rows)),
@@ -110,7 +155,8 @@ def _mechanism(
         for name, mean in values.items()
     }
     speed = values["tokens_per_second"]
-    cells["tokens_per_second"] = "–" if speed is None else f"{speed.value:,.0f}"
+    cells["tokens_per_second"] = "–" if speed is None else f"{speed.value:,.0f}{star}"
+    cells["loss_at_equal_time"] += star if values["loss_at_equal_time"] else ""
     name, parameters = mechanism(rows[0]), rows[0]["parameters"]
     diverged = sum(bool(row.get("diverged")) for row in rows)
     line = [
@@ -126,12 +172,18 @@ def _mechanism(
         **{key: None if mean is None else mean.value for key, mean in values.items()},
         "standard_errors": {key: mean and mean.error for key, mean in values.items()},
         "seconds_at_equal_time": seconds,
+        "speed_of_a_step_alone": bool(star),
         "parameters": parameters,
         "diverged": diverged,
         "configuration": rows[0]["configuration"],
         **origin(rows),
     }
     return line, record
+
+
+def retimed(rows: Sequence[Row], seconds: float) -> list[Row]:
+    """A curve as if every step had taken ``seconds``."""
+    return [{**row, "seconds": row["step"] * seconds} for row in rows if "step" in row]
 
 
 def loss_after(rows: Sequence[Row], seconds: float | None) -> float | None:

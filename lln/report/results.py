@@ -28,6 +28,8 @@ NAMES = {
     "transnormer_t1": "TransNormer T1",
     "transnormer_t2": "TransNormer T2",
 }
+# Options that tables and figures show often, in few words.
+WORDS = {"mix": "{} mix", "diag_block": "C = {}", "conv": "conv {}", "normalize_keys": "unbiased"}
 # In the order of the paper's tables, others after them.
 ORDER = (
     *("softmax_eager", "softmax", "reformer", "performer", "elu", "longformer", "transformer_ls"),
@@ -107,12 +109,25 @@ def options(row: Row) -> str:
 
 
 def mechanism(row: Row) -> str:
-    """The mechanism with its options, for people."""
+    """The mechanism with its options, for people.
+
+    Example:
+        >>> mechanism({"mechanism": "lln_diag", "configuration": {"options": {"conv": 33}}})
+        'LLN+Diag (conv 33)'
+    """
     name: str = row["mechanism"]
     shown = NAMES.get(name) or name.replace("_", " ").capitalize()
     given = row["configuration"].get("options") or {}
-    words = [key if value is True else f"{key}={value}" for key, value in given.items()]
+    words = [_words(key, value) for key, value in given.items()]
     return f"{shown} ({', '.join(words)})" if words else shown
+
+
+def _words(option: str, value: Any) -> str:
+    if option == "method":
+        return str(value)
+    if option in WORDS:
+        return WORDS[option].format(value)
+    return option if value is True else f"{option}={value}"
 
 
 def best_rates(trained: Iterable[Row]) -> dict[tuple[str, str], float | None]:

@@ -30,8 +30,9 @@ def _table(rows: list[Row]) -> Table:
     ]
     lines += _ratios(cells, lengths)
     first = rows[0]["configuration"]
+    what = "Table 2 on this hardware" if len(lengths) > 1 else "Alone on the device"
     title = (
-        f"Table 2 on this hardware: a training step of RoBERTa ({first['layers']} layers × "
+        f"{what}: a training step of RoBERTa ({first['layers']} layers × "
         f"{first['width']}), batch {first['batch_size']}, {first['precision']}, "
         f"{'compiled' if first.get('compile') else 'not compiled'}, "
         f"{'replayed from CUDA graphs' if first.get('graph') else 'launched kernel by kernel'}"

@@ -7,7 +7,8 @@ or, measured by the monitor, one per step, layer and head.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lln.report.figures import Axis
@@ -23,7 +24,7 @@ COMPARED = frozenset(
         *("monitor_every", "eval_every"),
     }
 )
-UPDATES = Axis("updates")
+UPDATES, SECONDS = Axis("updates"), Axis("seconds of training")
 NATS = Axis("nats per hidden token")
 
 
@@ -64,26 +65,46 @@ def measured(lines: Sequence[Row]) -> list[Panel]:
 
 
 def losses(lines: Sequence[Row]) -> list[Panel]:
-    """Fig. 8a: training and validation loss against updates, and validation against time."""
-    chosen = _comparable(lines, lambda line: line["configuration"].get("precision") != "fp16")
+    """Fig. 8a: training and validation loss against updates, and validation against time.
+
+    Of longer inputs than those of the largest comparison only the last, one for each length.
+    """
+    wide = [line for line in lines if line["configuration"].get("precision") != "fp16"]
+    chosen = _comparable(wide)
     if not chosen:
         return []
+    length = chosen[0]["configuration"].get("length") or 0
+    longer = grouped(wide, lambda line: line["configuration"].get("length") or 0)
+    others = [_comparable(own) for known, own in sorted(longer.items()) if known > length]
+    others = [own for own in others if len(own) > 1]
+    names = dict.fromkeys(mechanism(line) for own in (chosen, *others) for line in own)
+    slots = {name: slot for slot, name in enumerate(names)}
+    return _losses(chosen, slots) + [
+        replace(panel, title=f"{panel.title}, N = {own[0]['configuration']['length']:,}")
+        for own in others
+        for panel in _losses(own, slots)
+        if panel.x == SECONDS
+    ]
+
+
+def _losses(chosen: Sequence[Row], slots: Mapping[str, int]) -> list[Panel]:
     note = timed = _scale(chosen[0])
     if not all(was_alone(line) for line in chosen):
         timed = f"Without runs that shared their GPU. {note}"
     wanted = (
         ("train", "step", "Training loss", UPDATES, note),
         ("eval", "step", "Validation loss", UPDATES, note),
-        ("eval", "seconds", "Validation loss against time", Axis("seconds of training"), timed),
+        ("eval", "seconds", "Validation loss against time", SECONDS, timed),
     )
     panels = []
     for kind, x, title, axis, about in wanted:
         curves = []
-        for slot, line in enumerate(chosen):
+        for line in chosen:
             if x == "seconds" and not was_alone(line):
                 continue
             own = [row for row in line["rows"] if row.get("kind") == kind and row["step"] > 0]
-            curves.append(_curve(mechanism(line), own, "loss", slot=slot, x=x))
+            name = mechanism(line)
+            curves.append(_curve(name, own, "loss", slot=slots[name], x=x))
         if curves:
             panels.append(Panel(title, curves, axis, NATS, about))
     return panels
@@ -91,7 +112,9 @@ def losses(lines: Sequence[Row]) -> list[Panel]:
 
 def loss_scale(lines: Sequence[Row]) -> list[Panel]:
     """Fig. 8b: the inverse of the loss scale in float16, and the loss."""
-    chosen = _comparable(lines, lambda line: line["configuration"].get("precision") == "fp16")
+    chosen = _comparable(
+        [line for line in lines if line["configuration"].get("precision") == "fp16"]
+    )
     if not chosen:
         return []
     inverse, loss = [], []
@@ -123,16 +146,12 @@ FIGURES: dict[str, RunFigure] = {
 }
 
 
-def _comparable(lines: Sequence[Row], which: Callable[[Row], bool]) -> list[Row]:
+def _comparable(lines: Sequence[Row]) -> list[Row]:
     """One line per mechanism of the longest runs that differ in nothing else.
 
     Of a mechanism the learning rate with the best last validation loss, then the first seed.
     """
-    own = [
-        line
-        for line in lines
-        if line.get("subject") == "mlm" and line["rows"][0].get("kind") and which(line)
-    ]
+    own = [line for line in lines if line.get("subject") == "mlm" and line["rows"][0].get("kind")]
     groups = grouped(own, _setting)
     if not groups:
         return []

@@ -88,10 +88,10 @@ def test_table_1_has_scores_with_errors_averages_and_the_reason_of_gaps(tmp_path
     write(tmp_path, rows)
     large, small = tables.make("1", tmp_path)
     cells = by_name(large)
-    assert list(cells) == ["Softmax", "LLN+Diag", "LLN+Diag (method=entropy)"]
+    assert list(cells) == ["Softmax", "LLN+Diag", "LLN+Diag (entropy)"]
     assert cells["Softmax"]["SST-2"] == "91.0 ± 1.0" and cells["Softmax"]["MLM loss"] == "3.500"
     assert cells["Softmax"]["avg"] == "80.5" and cells["Softmax"]["parameters"] == "27.4M"
-    assert cells["LLN+Diag (method=entropy)"]["avg"] == "85.0"
+    assert cells["LLN+Diag (entropy)"]["avg"] == "85.0"
     assert cells["LLN+Diag"]["MNLI"] == cells["LLN+Diag"]["avg"] == "–"
     assert cells["Softmax"]["QNLI"] == "–" and any("QNLI: –, because" in n for n in large.notes)
     assert "262M tokens of wiki2015; not the paper's setting" in large.title
@@ -192,6 +192,34 @@ def test_a_pretraining_that_shared_its_device_shows_its_loss_but_no_speed(tmp_pa
     write(tmp_path, [{**row, "shared": True} for row in rows])
     (table,) = tables.make("pretraining", tmp_path)
     assert by_name(table)["Softmax"]["at equal time"] == "–"
+
+
+def test_a_pretraining_that_shared_its_device_takes_the_speed_of_its_step_alone(tmp_path):
+    rows = []
+    for name, shared, seconds in (("softmax", False, 100.0), ("lln", True, 300.0)):
+        row = {**mlm(name, 3.0), "digest": name, "train_seconds": seconds, "shared": shared}
+        row |= {"tokens_per_second": 1e6 / seconds, "device": "GPU"}
+        row["configuration"] |= {"precision": "bf16", "batches": "packed", "steps": 100}
+        curve = [
+            {"kind": "eval", "step": n, "seconds": n * seconds / 100, "loss": 9 - 0.06 * n}
+            for n in (0, 50, 100)
+        ]
+        rows += [row, {**row, "rows": curve}]
+    alone = {**rows[2], "subject": "step", "step_ms": 500.0, "tokens_per_second": 2e4}
+    alone |= {"digest": "of a step", "shared": False, "train_seconds": 1.0}
+    alone["configuration"] = {**rows[2]["configuration"], "corpus": "random ids", "steps": 20}
+    for changed in ({"width": 8}, {"compile": True}, {"options": {"conv": 3}}):
+        other = {**alone, "configuration": {**alone["configuration"], **changed}}
+        write(tmp_path, [*rows, other])
+        (table,) = tables.make("pretraining", tmp_path)
+        assert by_name(table)["LLN"]["tokens/s"] == "–"
+    write(tmp_path, [*rows, alone])
+    (table,) = tables.make("pretraining", tmp_path)
+    cells = by_name(table)
+    assert cells["LLN"]["tokens/s"] == "20,000*"
+    assert cells["LLN"]["at equal time"] == "3.000*"  # 100 steps of half a second
+    assert cells["Softmax"]["at equal time"] == "6.000"  # after 50 of its 100 seconds
+    assert any(note.startswith("*:") for note in table.notes)
 
 
 def test_rows_are_counted_once_and_curves_and_torn_lines_not(tmp_path):

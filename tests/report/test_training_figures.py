@@ -85,9 +85,23 @@ def test_figure_8a_compares_equals_at_their_best_rate():
         "Validation loss against time",
     ]
     ends = {each.label: each.y[-1] for each in panels[1].curves}
-    wanted = {"Softmax": 4.5, "LLN+Diag": 3.5, "LLN+Diag (method=entropy)": 3.4}
+    wanted = {"Softmax": 4.5, "LLN+Diag": 3.5, "LLN+Diag (entropy)": 3.4}
     assert ends == pytest.approx(wanted)
     assert panels[2].curves[0].x[-1] == pytest.approx(0.9)
+
+
+def test_figure_8a_shows_longer_inputs_against_time():
+    lines = [
+        *(line(curve(4.0, 9), attention=name) for name in ("softmax", "lln_diag")),
+        *(line(curve(5.0, 3), attention=name, length=8192) for name in ("softmax", "lln_diag")),
+        *(line(curve(1.0, 5), attention=name, length=64) for name in ("softmax", "lln_diag")),
+    ]
+    panels = drawn("8a", lines)
+    assert [panel.title for panel in panels[2:]] == [
+        "Validation loss against time",
+        "Validation loss against time, N = 8,192",
+    ]
+    assert [each.y[-1] for each in panels[3].curves] == [5.0, 5.0]
 
 
 def test_figure_8a_leaves_out_of_its_times_who_shared_a_device():
