@@ -23,7 +23,10 @@ train_app = typer.Typer(
 # Options that the commands share.
 Attention = Annotated[str, typer.Option(help="softmax, softmax_eager, or a name of `lln list`.")]
 Option = Annotated[
-    list[str] | None, typer.Option(metavar="KEY=VALUE", help="Of the mechanism; repeat.")
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE", help='Of the mechanism; repeat. "recommended": those for lln_diag.'
+    ),
 ]
 Data = Annotated[Path | None, typer.Option(help="Folder or file; default LLN_DATA.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of the run; default runs/NAME.")]
@@ -44,12 +47,22 @@ Seed = Annotated[int | None, typer.Option(help="Of weights, order, masking and d
 
 
 def mechanism_options(pairs: list[str] | None) -> dict[str, Any]:
-    """``["diag_block=32", "method=entropy"]`` as a dictionary; values are JSON or words."""
+    """``["diag_block=32", "method=entropy"]`` as a dictionary; values are JSON or words.
+
+    "recommended" stands for all of :data:`lln.nn.RECOMMENDED`.
+    """
     found = {}
     for pair in pairs or ():
+        if pair == "recommended":
+            from lln.nn import RECOMMENDED
+
+            found.update(RECOMMENDED)
+            continue
         key, sign, value = pair.partition("=")
         if not sign or not key:
-            raise typer.BadParameter(f"--option {pair!r} is not KEY=VALUE, such as diag_block=32")
+            raise typer.BadParameter(
+                f"--option {pair!r} is not KEY=VALUE, such as diag_block=32, nor 'recommended'"
+            )
         try:
             found[key] = json.loads(value)
         except ValueError:

@@ -38,7 +38,7 @@ LAYERS: dict[str, set[str]] = {
     "inspection": {"bench", "hf", "instruments", "moments", "ops", "report", "files", "data"},
     "experiments": {"bench", "models", "hf", "zoo", "instruments", "data", "files"},
     "cli_bench": {"bench"},
-    "cli_train": {"experiments"},
+    "cli_train": {"experiments", "nn"},
     "cli_classify": {"cli_train", "experiments"},
     "cli": {
         "cli_bench",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -349,3 +351,26 @@ def test_compiles(name):
             gradients.append((out.detach(), leaf.grad))
     torch.testing.assert_close(gradients[0][0], gradients[1][0], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(gradients[0][1], gradients[1][1], rtol=1e-3, atol=1e-3)
+
+
+def test_what_is_recommended_is_what_was_measured():
+    """Everywhere the options may be given, and with a row of pre-training that Table 1 shows."""
+    layer = lln.create("lln_diag", dim=64, num_heads=4, max_length=300, **lln.nn.RECOMMENDED)
+    x = torch.randn(2, 300, 64)
+    assert layer(x).shape == x.shape
+    module = lln.nn.LLNMultiheadAttention(64, 4, batch_first=True, **lln.nn.RECOMMENDED)
+    assert module(x, x, x)[0].shape == x.shape
+    root = Path(__file__).resolve().parents[1]
+    rows = [json.loads(line) for line in (root / "results" / "mlm.jsonl").read_text().splitlines()]
+    ours = {
+        row["configuration"]["length"]: row["loss"]
+        for row in rows
+        if row["configuration"]["options"] == lln.nn.RECOMMENDED
+    }
+    for length in (512, 8192):
+        others = [
+            row["loss"]
+            for row in rows
+            if (row["mechanism"], row["configuration"]["length"]) == ("lln_diag", length)
+        ]
+        assert ours[length] == min(others)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lln import data
+from lln import cli_train, data
 from lln.experiments import mlm
 from lln.experiments.data import text, tokens
 from lln.instruments.rows import read_rows
+from lln.nn import RECOMMENDED
 from tests.experiments.processes import (
     curve,
     finish,
@@ -212,6 +213,12 @@ def test_the_command_trains_and_says_where(place, tmp_path):
     row = read_rows(tmp_path / "run" / "results.jsonl")[0]
     assert row["configuration"]["options"] == {"method": "entropy", "diag_block": 16}
     assert row["configuration"]["learning_rate"] == 1e-3
+
+
+def test_the_recommended_options_by_one_word():
+    options = ["recommended", "conv=5", "normalize_keys=true"]
+    wanted = {**RECOMMENDED, "conv": 5, "normalize_keys": True}
+    assert cli_train.mechanism_options(options) == wanted
 
 
 def test_the_command_explains_what_is_wrong(place, tmp_path):
