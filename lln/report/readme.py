@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lln.report import tables
+from lln.report import panels, tables, training_figures
 from lln.report.numbers import three_digits
 
 Row = Mapping[str, Any]
@@ -195,12 +195,22 @@ def paper_table(number: str, results: Path) -> str:
     return "\n\n".join(table.markdown() for table in found) or NOTHING_YET
 
 
+def losses(results: Path) -> str:
+    """The drawing of Fig. 8a that :func:`main` has made."""
+    drawing = results / LOSSES
+    if not drawing.exists():
+        return NOTHING_YET
+    return f"![Loss of pre-training against updates and against time]({results.name}/{LOSSES})"
+
+
 NOTHING_YET = "*No rows in `results/` yet.*"
+LOSSES = "figure_8a.svg"
 Blocks = Mapping[str, Callable[[Path], str]]
 BLOCKS: Blocks = {
     "speed": speed,
     "gpu": gpu,
     "concentration": concentration,
+    "losses": losses,
     **{f"table_{number}": partial(paper_table, number) for number in tables.TABLES},
 }
 
@@ -218,7 +228,11 @@ def rewrite(text: str, results: Path, blocks: Blocks = BLOCKS) -> str:
 
 
 def main(root: Path) -> None:
-    """Rewrite ``root/README.md`` from ``root/results``."""
+    """Rewrite ``root/README.md`` from ``root/results``, and draw what it shows."""
+    curves = training_figures.losses(training_figures.read_curves(root / "results"))
+    if curves:
+        drawn = panels.as_files("figure_8a", curves)["svg"]
+        (root / "results" / LOSSES).write_bytes(drawn)
     readme = root / "README.md"
     readme.write_text(rewrite(readme.read_text("utf-8"), root / "results"), encoding="utf-8")
 
