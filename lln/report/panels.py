@@ -27,7 +27,8 @@ SOLID[GREY] = "#7d8590"
 PAGE = {marker: marker for marker in SOLID}  # replaced by CSS variables afterwards
 PANEL_SIZE = (5.2, 3.6)
 LEGEND_LINE = 0.21  # inches, as the two below
-LETTER, HANDLE = 0.073, 0.75
+LETTER, HANDLE = 0.073, 0.6
+MOST_COLUMNS = 9
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def _draw(
     lines = -(-len(panels) // columns)
     labels = _labels(panels)
     width = PANEL_SIZE[0] * columns
-    wide = max(1, int(width / (HANDLE + LETTER * max(map(len, labels), default=0))))
+    wide = _legend_columns(labels, width)
     legend = -(-len(labels) // wide) * LEGEND_LINE if len(labels) > 1 else 0
     size = (width, PANEL_SIZE[1] * lines + legend)
     with matplotlib.rc_context({**style, "svg.hashsalt": name}):
@@ -131,6 +132,25 @@ def _draw_panel(axes, panel: Panel, colours: dict[str, str]) -> None:
 def _labels(panels: Sequence[Panel]) -> list[str]:
     """Each label once, in order of appearance."""
     return list(dict.fromkeys(curve.label for panel in panels for curve in panel.curves))
+
+
+def _legend_columns(labels: Sequence[str], width: float) -> int:
+    """The most columns of a legend that fit ``width``.
+
+    It is filled column by column, the first ones with a line more if they cannot be equal.
+    """
+
+    def needed(columns: int) -> float:
+        lines, longer = divmod(len(labels), columns)
+        left, total = list(labels), 0.0
+        for column in range(columns):
+            count = lines + (column < longer)
+            total += HANDLE + LETTER * max(map(len, left[:count]))
+            left = left[count:]
+        return total
+
+    most = min(MOST_COLUMNS, len(labels))
+    return max((n for n in range(1, most + 1) if needed(n) <= width), default=1)
 
 
 def _legend(figure, labels: Sequence[str], columns: int) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ElementTree
 
+import pytest
+
+from lln.report import panels
 from lln.report.figures import STYLE_VARIABLES, Axis, Series, line_plot
 
 
@@ -50,3 +53,30 @@ def test_ids_of_two_drawings_differ_and_references_resolve():
 
 def test_a_screen_reader_gets_the_description():
     assert 'aria-label="a &quot;quoted&quot; &lt;word&gt;"' in draw(description='a "quoted" <word>')
+
+
+@pytest.mark.parametrize(
+    ("labels", "width", "columns"),
+    [
+        (["a"] * 6, 5.2, 6),  # no more columns than labels
+        ([f"{x}D = {d}" for d in (16, 64, 256) for x in ("", "line, ")], 5.2, 3),
+        (["short", "a label of some forty letters, even more"] * 4, 5.2, 1),
+        (["short"] * 4 + ["a label of some forty letters, even more"] * 4, 5.2, 2),
+    ],
+)
+def test_a_legend_has_as_many_columns_as_fit(labels, width, columns):
+    assert panels._legend_columns(labels, width) == columns
+
+
+def test_the_legend_stays_inside_the_figure(monkeypatch):
+    figures = []
+    monkeypatch.setattr(panels, "_encoded", lambda figure, form: figures.append(figure) or b"")
+    names = ("Softmax", "Nyströmformer", "LLN+Diag (entropy, learned mix, C = 128, conv 33)")
+    curves = [panels.Curve(f"{name} {i}", [0, 1], [0, i]) for name in names for i in range(4)]
+    for count in (1, 2, 3):
+        panel = panels.Panel("loss", curves, Axis("x"), Axis("y"))
+        panels.as_files("test", [panel] * count)
+        figure = figures[-1]
+        figure.canvas.draw()
+        box = figure.legends[0].get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0
