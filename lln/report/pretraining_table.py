@@ -34,14 +34,12 @@ SINUSOIDS = (
 def tables(rows: Sequence[Row], curves: Sequence[Row] = ()) -> list[Table]:
     """One for each scale at which at least two mechanisms were pre-trained, the largest first.
 
-    Figs. 1 and 8b have runs of their own, trained to be looked at and not to the end.
+    Fig. 1 has a model of its own, trained to be looked at and not to the end.
     """
     trained = [
         row
         for row in rows
-        if row["subject"] == "mlm"
-        and row["configuration"].get("recipe") != "figure-1"
-        and row["configuration"].get("precision") != "fp16"
+        if row["subject"] == "mlm" and row["configuration"].get("recipe") != "figure-1"
     ]
     steps = {_step(row): row for row in rows if row["subject"] == "step" and was_alone(row)}
     scales = grouped(trained, _scale)
@@ -102,8 +100,8 @@ def _table(rows: list[Row], curves: Sequence[Row], steps: Mapping[Any, Row]) -> 
 def _about_time(seconds: float | None, speeds: Sequence[str]) -> Iterator[str]:
     if seconds is not None:
         yield (
-            f"Equal time: after the {seconds:,.0f} s that the fastest run takes, whose learning "
-            "rate has fallen to 0 by then; that of the others has not."
+            f"Equal time: after the {seconds:,.0f} s that the fastest run takes; the others are "
+            "still on their way then, with a higher learning rate."
         )
     if any(speed.endswith("*") for speed in speeds):
         yield (

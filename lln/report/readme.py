@@ -195,6 +195,16 @@ def paper_table(number: str, results: Path) -> str:
     return "\n\n".join(table.markdown() for table in found) or NOTHING_YET
 
 
+def pretraining(results: Path) -> str:
+    """The same of pre-trainings, without those in float16: they are for Fig. 8b."""
+    found = [
+        table
+        for table in tables.make("pretraining", results)
+        if table.records[0]["configuration"].get("precision") != "fp16"
+    ]
+    return "\n\n".join(table.markdown() for table in found) or NOTHING_YET
+
+
 def losses(results: Path) -> str:
     """The drawing of Fig. 8a that :func:`main` has made."""
     drawing = results / LOSSES
@@ -212,6 +222,7 @@ BLOCKS: Blocks = {
     "concentration": concentration,
     "losses": losses,
     **{f"table_{number}": partial(paper_table, number) for number in tables.TABLES},
+    "table_pretraining": pretraining,
 }
 
 

@@ -125,7 +125,7 @@ def mechanism(row: Row) -> str:
 def _words(option: str, value: Any) -> str:
     if option == "method":
         return str(value)
-    if option in WORDS:
+    if option in WORDS and value is not False:
         return WORDS[option].format(value)
     return option if value is True else f"{option}={value}"
 

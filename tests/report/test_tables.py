@@ -222,6 +222,17 @@ def test_a_pretraining_that_shared_its_device_takes_the_speed_of_its_step_alone(
     assert any(note.startswith("*:") for note in table.notes)
 
 
+def test_options_are_named_in_few_words():
+    def name(**options):
+        return results.mechanism({"mechanism": "lln_diag", "configuration": {"options": options}})
+
+    assert name() == "LLN+Diag"
+    given = {"method": "entropy", "mix": "learned", "diag_block": 128, "conv": 33}
+    assert name(**given) == "LLN+Diag (entropy, learned mix, C = 128, conv 33)"
+    assert name(normalize_keys=True, alpha=2.0) == "LLN+Diag (unbiased, alpha=2.0)"
+    assert name(normalize_keys=False) == "LLN+Diag (normalize_keys=False)"
+
+
 def test_rows_are_counted_once_and_curves_and_torn_lines_not(tmp_path):
     first, second = glue("lln", "rte", 0.5), glue("lln", "rte", 0.6)
     write(tmp_path, [first, {**first, "rows": []}, second])
