@@ -19,6 +19,7 @@ from lln.ops import triton
 from lln.protocols import HALF
 
 LEAST_BLOCK = 32
+MOST_BYTES, PIECE_BYTES = 16 * 2**20, 8 * 2**20  # of the values, on a CPU
 MOST_TAPS = 65  # of the kernel, whose band matrices stay in registers
 
 
@@ -48,7 +49,26 @@ def _kernel_takes(v: Tensor, weight: Tensor) -> bool:
 def convolve_by_blocks(
     v: Float[Tensor, "B H N E"], weight: Float[Tensor, "H K"]
 ) -> Float[Tensor, "B H N E"]:
-    """:func:`convolve_tokens` in plain PyTorch, on any device."""
+    """:func:`convolve_tokens` in plain PyTorch, on any device; on a CPU some heads at a time."""
+    heads = _heads_at_a_time(v)
+    if heads < v.shape[1]:
+        pieces = zip(v.split(heads, dim=1), weight.split(heads), strict=True)
+        return torch.cat([_by_blocks(*piece) for piece in pieces], dim=1)
+    return _by_blocks(v, weight)
+
+
+def _heads_at_a_time(v: Tensor) -> int:
+    """All, unless they are so large that the memory of temporaries is returned to the system.
+
+    It is zeroed then each time it is taken, which takes longer than the products.
+    """
+    size = v.numel() * v.element_size()
+    if v.device.type != "cpu" or torch.compiler.is_compiling() or size <= MOST_BYTES:
+        return v.shape[1]
+    return max(1, PIECE_BYTES * v.shape[1] // size)
+
+
+def _by_blocks(v: Tensor, weight: Tensor) -> Tensor:
     batch, heads, tokens, width = v.shape
     taps = weight.shape[1]
     if tokens == 0:

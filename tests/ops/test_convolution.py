@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lln.ops import convolution
 from lln.ops.convolution import band, convolve_tokens
 from tests.helpers import relative_error
 
@@ -33,6 +34,28 @@ def test_half_precision(dtype, limit):
     got = convolve_tokens(v, weight)
     assert got.dtype == dtype
     assert relative_error(got, depthwise(v.double(), weight.double())) < limit
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_some_heads_at_a_time(heads, monkeypatch):
+    v = torch.randn(2, 3, 50, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, 9, dtype=torch.float64, requires_grad=True)
+    d_out, taken = torch.randn_like(v), []
+    whole = convolution._by_blocks(v, weight)
+    expected = torch.autograd.grad(whole, (v, weight), d_out)
+
+    def spy(v, weight):
+        taken.append(v.shape[1])
+        return by_blocks(v, weight)
+
+    by_blocks = convolution._by_blocks
+    monkeypatch.setattr(convolution, "_by_blocks", spy)
+    monkeypatch.setattr(convolution, "MOST_BYTES", v[:, :1].numel() * 8 * 2)
+    monkeypatch.setattr(convolution, "PIECE_BYTES", v[:, :1].numel() * 8 * heads)
+    out = convolve_tokens(v, weight)
+    assert taken == {1: [1, 1, 1], 2: [2, 1], 3: [3]}[heads]
+    torch.testing.assert_close(out, whole)
+    torch.testing.assert_close(torch.autograd.grad(out, (v, weight), d_out), expected)
 
 
 def test_nothing_gives_nothing():
