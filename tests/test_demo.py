@@ -54,7 +54,7 @@ def test_report_tables_and_files(tmp_path, monkeypatch):
     printed = console.export_text()
     for kernel in concentration.KERNELS:
         assert kernel in printed and kernel in html
-    assert "LLN+Diag" in printed and "ms per update" in printed
+    assert "LLN+Diag" in printed and "ms/update" in printed
     assert "SDPA" in printed and str(report) in printed.replace("\n", "")
     with (report.parent / "cost.csv").open() as stream:
         impls = {row["impl"] for row in csv.DictReader(stream)}

@@ -105,7 +105,7 @@ def _cost(quick: bool, bars: Progress) -> list[dict]:
 
 def _training(quick: bool, bars: Progress) -> tuple[list[dict], list[dict], str]:
     steps = training.QUICK_STEPS if quick else training.STEPS
-    labels = list(training.LABELS.values())
+    labels = list(training.RUNS)
     task = bars.add_task("training", total=steps * len(labels), now="")
 
     def watch(label: str, step: int) -> None:

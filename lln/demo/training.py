@@ -1,9 +1,9 @@
-"""A tiny masked language model on the bundled text, once with softmax and once with LLN+Diag."""
+"""A tiny masked language model on the bundled text: softmax, LLN+Diag, and both with `conv`."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,14 @@ from lln.experiments.progress import Silent
 from lln.instruments.rows import read_rows
 
 Row = dict[str, Any]
-LABELS = {"softmax": "softmax", "lln_diag": "LLN+Diag"}
+CONV = {"conv": 33}
+# label -> (attention, its options)
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "softmax": ("softmax", {}),
+    "LLN+Diag": ("lln_diag", {}),
+    "softmax, conv": ("softmax", CONV),
+    "LLN+Diag, conv": ("lln_diag", CONV),
+}
 STEPS, QUICK_STEPS = 400, 20
 
 
@@ -28,13 +35,16 @@ class _Steps(Silent):
         self.watch(self.label, step)
 
 
-def configuration(attention: str, *, quick: bool = False) -> mlm.MLMConfig:
-    """The run of one attention; the same for both but for that."""
+def configuration(
+    attention: str, options: Mapping[str, Any] | None = None, *, quick: bool = False
+) -> mlm.MLMConfig:
+    """The run of one attention; the same for all but for that."""
     steps = QUICK_STEPS if quick else STEPS
     evaluations = 2 if quick else 5
     every = {"eval_every": steps // evaluations, "log_every": steps // 20}
     every |= {"save_every": 0, "keep": 0}
-    return mlm.configure("roberta-tiny", attention=attention, steps=steps, **every)
+    chosen = {"attention": attention, "options": dict(options or {})}
+    return mlm.configure("roberta-tiny", **chosen, steps=steps, **every)
 
 
 def train(
@@ -43,8 +53,8 @@ def train(
     """Result rows, curve rows (with ``attention``), and a line about the setting."""
     results, curves = [], []
     config = configuration("softmax", quick=quick)
-    for attention, label in LABELS.items():
-        config = configuration(attention, quick=quick)
+    for label, (attention, options) in RUNS.items():
+        config = configuration(attention, options, quick=quick)
         with tempfile.TemporaryDirectory() as folder:
             done = mlm.run(
                 config,
