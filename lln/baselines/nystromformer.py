@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lln.baselines.base import Core, Layer, masked_softmax, valid
 from lln.baselines.pseudoinverse import pseudoinverse
 from lln.ops.arguments import check_positive_int
-from lln.ops.convolution import convolve_tokens
+from lln.ops.convolution import convolve_tokens, draw_filters_
 
 
 class Nystromformer(Core):
@@ -46,9 +46,8 @@ class Nystromformer(Core):
         self.landmarks, self.iterations, self.kernel_size = landmarks, iterations, kernel_size
         self.conv = None
         if kernel_size:
-            bound = kernel_size**-0.5  # torch's own for a depthwise convolution
-            shape = layer.num_heads, 1, kernel_size, 1
-            self.conv = nn.Parameter(torch.empty(shape).uniform_(-bound, bound))
+            self.conv = nn.Parameter(torch.empty(layer.num_heads, 1, kernel_size, 1))
+            draw_filters_(self.conv, kernel_size)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         seen = valid(q, key_mask)

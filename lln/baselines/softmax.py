@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lln.baselines.base import Core, Layer, masked_softmax
-from lln.ops.convolution import convolve_tokens
+from lln.ops.convolution import check_conv, convolve_tokens, draw_filters_
 
 IMPLEMENTATIONS = ("sdpa", "matrix")
 
@@ -32,15 +32,12 @@ class Softmax(Core):
         super().__init__(layer)
         if impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl={impl!r} is unknown; choose from {', '.join(IMPLEMENTATIONS)}")
-        if conv < 0 or (conv and conv % 2 == 0):
-            raise ValueError(f"conv={conv} must be an odd width, or 0 for none")
-        if conv and causal:
-            raise ValueError(f"conv={conv} looks at neighbours on both sides: it cannot be causal")
+        check_conv(conv, causal=causal)
         self.impl, self.causal, self.crosses = impl, causal, not conv
         self.conv_weight = None
         if conv:
-            shape, bound = (layer.num_heads, conv), conv**-0.5  # torch's own, depthwise
-            self.conv_weight = nn.Parameter(torch.empty(shape).uniform_(-bound, bound))
+            self.conv_weight = nn.Parameter(torch.empty(layer.num_heads, conv))
+            draw_filters_(self.conv_weight, conv)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         # torch's kernels keep their sums in float32: nothing has to be widened.

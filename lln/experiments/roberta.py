@@ -28,7 +28,7 @@ def build_model(config: MLMConfig, vocabulary: int) -> tuple[Any, int]:
     import lln.hf
 
     attention = config.train.attention
-    replaces = softmax.replaces(attention, config.train.options)
+    is_replaced = softmax.is_replaced(attention, config.train.options)
     sizes = RobertaConfig(
         vocab_size=vocabulary,
         hidden_size=config.width,
@@ -53,7 +53,7 @@ def build_model(config: MLMConfig, vocabulary: int) -> tuple[Any, int]:
         count = sum(parameter.numel() for parameter in model.parameters())
         if gated.is_gated(attention):
             gated.replace_layers(model, attention, **config.train.options)
-        elif replaces:
+        elif is_replaced:
             block = {BLOCKS[attention]: config.block} if attention in BLOCKS else {}
             lln.hf.replace(model, attention, quiet=True, **{**block, **config.train.options})
     return model, count

@@ -64,8 +64,8 @@ def matrix_attention(
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
-def replaces(attention: str, options: Mapping[str, Any]) -> bool:
-    """Whether the model gets modules of the zoo: any other mechanism, and softmax with options.
+def is_replaced(attention: str, options: Mapping[str, Any]) -> bool:
+    """Whether modules of the zoo take its place: any other mechanism, and softmax with options.
 
     Raises:
         ValueError: Options of softmax by its matrix, which has none.

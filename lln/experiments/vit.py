@@ -27,7 +27,7 @@ from lln.instruments.rows import Row
 
 EVALUATION_ROWS = 500
 # For a few hundred tokens, where the defaults of the zoo are made for longer inputs; the rank is
-# that of the authors' example. --option replaces them all.
+# that of the authors' example. --option is_replaced them all.
 OPTIONS: dict[str, dict[str, Any]] = {
     "linformer": {"rank": 64},
     "nystromformer": {"landmarks": 32},
@@ -218,7 +218,7 @@ def build_model(config: ViTRun, pictures: images.Images) -> Any:
     import lln.hf
 
     attention, options = config.train.attention, dict(config.train.options)
-    replaces = softmax.replaces(attention, options)
+    is_replaced = softmax.is_replaced(attention, options)
     side, channels = pictures.pixels.shape[1], pictures.pixels.shape[3]
     sizes = ViTConfig(
         image_size=side,
@@ -240,7 +240,7 @@ def build_model(config: ViTRun, pictures: images.Images) -> Any:
         model = ViTForImageClassification(sizes)
         for embedding in (model.vit.embeddings.position_embeddings, model.vit.embeddings.cls_token):
             nn.init.normal_(embedding, std=config.position_std)
-        if replaces:
+        if is_replaced:
             length = (side // config.patch) ** 2 + 1
             lln.hf.replace(model, attention, quiet=True, max_length=length, **options)
     return model

@@ -18,7 +18,7 @@ def draw(name: str, rows: Path, folder: Path) -> list[Path]:
     Args:
         rows: Folder of the result rows.
     """
-    read = training_figures.read_curves if name in training_figures.FIGURES else results.read
+    read = results.read_curves if name in training_figures.FIGURES else results.read
     panels = FIGURES[name].panels(read(rows))
     if not panels:
         return []

@@ -18,7 +18,7 @@ from lln.ops.arguments import autocast, check_mask, check_positive_int, check_qk
 from lln.ops.bidirectional import bidirectional
 from lln.ops.block_diagonal import block_diagonal
 from lln.ops.causal import causal
-from lln.ops.convolution import convolve_tokens
+from lln.ops.convolution import check_conv, convolve_tokens, draw_filters_
 from lln.ops.lln_diag import lln_diag
 from lln.protocols import compute_dtype
 
@@ -147,7 +147,7 @@ class LLNAttention(nn.Module):
         self.mix_logit = learned(num_heads, wanted=mix == "learned")
         self.conv_weight = learned(self.num_kv_heads, conv, wanted=conv > 0)
         if self.conv_weight is not None:
-            nn.init.uniform_(self.conv_weight, -(conv**-0.5), conv**-0.5)
+            draw_filters_(self.conv_weight, conv)
         self.log_alpha = learned(num_heads, wanted=learn_scale)
         self.log_beta = learned(self.num_kv_heads, wanted=learn_scale)
 
@@ -332,13 +332,7 @@ class LLNAttention(nn.Module):
                 raise ValueError(f"{name}={getattr(self, name)} is not a probability in [0, 1]")
         if self.diag_block is not None:
             check_positive_int("diag_block", self.diag_block)
-        if self.conv < 0 or (self.conv and self.conv % 2 == 0):
-            raise ValueError(f"conv={self.conv} must be an odd width, or 0 for none")
-        if self.conv and self.causal:
-            raise ValueError(
-                f"conv={self.conv} looks at neighbours on both sides, so it cannot be causal; "
-                "leave conv out"
-            )
+        check_conv(self.conv, causal=self.causal)
         if self.diag_block is None and (self.mix != "average" or self.diag_dropout > 0):
             raise ValueError(
                 f"mix={self.mix!r}, diag_dropout={self.diag_dropout} need the diagonal branch; "

@@ -16,11 +16,30 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lln.ops import triton
-from lln.protocols import HALF
+from lln.protocols import Call
 
 LEAST_BLOCK = 32
 MOST_BYTES, PIECE_BYTES = 16 * 2**20, 8 * 2**20  # of the values, on a CPU
 MOST_TAPS = 65  # of the kernel, whose band matrices stay in registers
+
+
+def check_conv(conv: int, *, causal: bool) -> None:
+    """The width of a convolution that is added to an attention.
+
+    Raises:
+        ValueError: It is even or negative, or the attention is causal.
+    """
+    if conv < 0 or (conv and conv % 2 == 0):
+        raise ValueError(f"conv={conv} must be an odd width, or 0 for none")
+    if conv and causal:
+        raise ValueError(
+            f"conv={conv} looks at neighbours on both sides, so it cannot be causal; leave conv out"
+        )
+
+
+def draw_filters_(weight: Tensor, taps: int) -> Tensor:
+    """Fill filters of ``taps`` weights as torch does those of a depth-wise convolution."""
+    return torch.nn.init.uniform_(weight, -(taps**-0.5), taps**-0.5)
 
 
 def convolve_tokens(
@@ -38,12 +57,7 @@ def convolve_tokens(
 
 
 def _kernel_takes(v: Tensor, weight: Tensor) -> bool:
-    return (
-        triton.refuses_device(v) is None
-        and v.dtype in (*HALF, torch.float32)
-        and v.shape[-1] in triton.WIDTHS
-        and weight.shape[1] <= MOST_TAPS
-    )
+    return weight.shape[1] <= MOST_TAPS and triton.refuses(Call("convolution", v, v, v)) is None
 
 
 def convolve_by_blocks(

@@ -18,7 +18,6 @@ from lln.report.panels import Panel, as_page_plots
 from lln.report.paper_figures import PANELS
 from lln.report.run_figures import FIGURES as ROW_FIGURES
 from lln.report.training_figures import FIGURES as CURVE_FIGURES
-from lln.report.training_figures import read_curves
 
 LEDE = (
     "Every table and figure of Linear Log-Normal Attention with Unbiased Concentration "
@@ -148,7 +147,7 @@ ITEMS = (
 
 def page(folder: Path, facts: dict[str, str] | None = None) -> Page:
     """The page of all rows in ``folder``."""
-    rows, curves = results.read(folder), read_curves(folder)
+    rows, curves = results.read(folder), results.read_curves(folder)
     sections = []
     for item in ITEMS:
         if item.kind == "table":

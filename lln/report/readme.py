@@ -16,6 +16,7 @@ from typing import Any
 
 from lln.report import panels, tables, training_figures
 from lln.report.numbers import three_digits
+from lln.report.results import read_curves
 
 Row = Mapping[str, Any]
 
@@ -191,8 +192,7 @@ def concentration(results: Path) -> str:
 
 def paper_table(number: str, results: Path) -> str:
     """A table of the paper with our numbers, as ``lln table NUMBER --markdown`` prints it."""
-    found = tables.make(number, results)
-    return "\n\n".join(table.markdown() for table in found) or NOTHING_YET
+    return _markdown(tables.make(number, results))
 
 
 def pretraining(results: Path) -> str:
@@ -202,6 +202,10 @@ def pretraining(results: Path) -> str:
         for table in tables.make("pretraining", results)
         if table.records[0]["configuration"].get("precision") != "fp16"
     ]
+    return _markdown(found)
+
+
+def _markdown(found: Sequence[tables.Table]) -> str:
     return "\n\n".join(table.markdown() for table in found) or NOTHING_YET
 
 
@@ -240,7 +244,7 @@ def rewrite(text: str, results: Path, blocks: Blocks = BLOCKS) -> str:
 
 def main(root: Path) -> None:
     """Rewrite ``root/README.md`` from ``root/results``, and draw what it shows."""
-    curves = training_figures.losses(training_figures.read_curves(root / "results"))
+    curves = training_figures.losses(read_curves(root / "results"))
     if curves:
         drawn = panels.as_files("figure_8a", curves)["svg"]
         (root / "results" / LOSSES).write_bytes(drawn)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from lln.report.figures import Axis
 from lln.report.panels import Curve, Panel
@@ -26,15 +25,6 @@ COMPARED = frozenset(
 )
 UPDATES, SECONDS = Axis("updates"), Axis("seconds of training")
 NATS = Axis("nats per hidden token")
-
-
-def read_curves(folder: Path) -> list[Row]:
-    """The lines with curves in the files of a folder."""
-    lines: list[Row] = []
-    for path in sorted(folder.glob("*.jsonl")):
-        *whole, _torn = path.read_bytes().split(b"\n")
-        lines += [line for line in map(json.loads, whole) if line.get("rows")]
-    return lines
 
 
 def measured(lines: Sequence[Row]) -> list[Panel]:

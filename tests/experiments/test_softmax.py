@@ -75,7 +75,7 @@ def test_softmax_with_a_convolution_is_a_module_of_its_own(model):
 
 def test_options_are_refused():
     with pytest.raises(ValueError, match="'softmax_eager' has none"):
-        softmax.replaces("softmax_eager", {"conv": 5})
+        softmax.is_replaced("softmax_eager", {"conv": 5})
     with pytest.raises(TypeError, match="method= is not an option"):
         built("softmax", method="paper")
-    assert softmax.replaces("lln", {}) and not softmax.replaces("softmax", {})
+    assert softmax.is_replaced("lln", {}) and not softmax.is_replaced("softmax", {})

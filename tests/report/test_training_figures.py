@@ -8,7 +8,8 @@ import json
 import pytest
 
 from lln.figures import from_rows
-from lln.report.training_figures import FIGURES, read_curves
+from lln.report.results import read_curves
+from lln.report.training_figures import FIGURES
 
 SIZES = {"layers": 2, "width": 64, "heads": 1, "length": 128, "batch_size": 4, "corpus": "wiki"}
 
