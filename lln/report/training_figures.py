@@ -25,6 +25,7 @@ COMPARED = frozenset(
 )
 UPDATES, SECONDS = Axis("updates"), Axis("seconds of training")
 NATS = Axis("nats per hidden token")
+NEAR = 1.5  # times the best last loss: up to there the ends of curves can be told apart
 
 
 def measured(lines: Sequence[Row]) -> list[Panel]:
@@ -96,8 +97,24 @@ def _losses(chosen: Sequence[Row], slots: Mapping[str, int]) -> list[Panel]:
             name = mechanism(line)
             curves.append(_curve(name, own, "loss", slot=slots[name], x=x))
         if curves:
-            panels.append(Panel(title, curves, axis, NATS, about))
+            panel = Panel(title, curves, axis, NATS, about)
+            panels.append(_near_the_end(panel) if (kind, x) == ("eval", "step") else panel)
     return panels
+
+
+def _near_the_end(panel: Panel) -> Panel:
+    """Without what is far above the best end, which would press the rest together."""
+    highest = NEAR * min(curve.y[-1] for curve in panel.curves if curve.y)
+    inside, far = [], []
+    for curve in panel.curves:
+        kept = [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y <= highest]
+        if kept:
+            inside.append(replace(curve, x=[x for x, _ in kept], y=[y for _, y in kept]))
+        else:
+            far.append(curve.label)
+    above = f"Always above: {', '.join(far)}. " if far else ""
+    title = f"{panel.title} up to {highest:.1f}"
+    return replace(panel, title=title, curves=inside, note=above + panel.note)
 
 
 def loss_scale(lines: Sequence[Row]) -> list[Panel]:

@@ -82,13 +82,23 @@ def test_figure_8a_compares_equals_at_their_best_rate():
     panels = drawn("8a", lines)
     assert [panel.title for panel in panels] == [
         "Training loss",
-        "Validation loss",
+        "Validation loss up to 5.1",
         "Validation loss against time",
     ]
     ends = {each.label: each.y[-1] for each in panels[1].curves}
     wanted = {"Softmax": 4.5, "LLN+Diag": 3.5, "LLN+Diag (entropy)": 3.4}
     assert ends == pytest.approx(wanted)
     assert panels[2].curves[0].x[-1] == pytest.approx(0.9)
+
+
+def test_figure_8a_shows_the_ends_of_curves_without_what_is_far_above():
+    far = line(curve(7.0, 9), attention="lln")
+    panel = drawn("8a", [line(curve(4.0, 9)), line(curve(3.0, 9), attention="lln_diag"), far])[1]
+    assert panel.title == "Validation loss up to 4.5"
+    assert panel.note.startswith("Always above: LLN. ")
+    assert [each.label for each in panel.curves] == ["Softmax", "LLN+Diag"]
+    assert all(0 < len(each.x) == len(each.y) for each in panel.curves)
+    assert max(y for each in panel.curves for y in each.y) <= 4.5
 
 
 def test_figure_8a_shows_longer_inputs_against_time():

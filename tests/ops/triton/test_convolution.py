@@ -94,6 +94,7 @@ def test_modules_take_the_kernel_where_it_fits(taps, width, dtype, device, monke
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself
 def test_compiled_it_is_one_op(device):
     v, weight, d_out = made(300, 33, 64, torch.bfloat16, device=device)
     compiled = torch.compile(convolve_tokens, fullgraph=True)
