@@ -303,7 +303,8 @@ def sweep(
     to files in --out; the same command again goes on where it stopped. Exits with 1 if runs failed.
     """
     with plain_errors("lln sweep"):
-        from lln.experiments.sweep import Sweep, plan, read
+        from lln.experiments.plan import plan, read
+        from lln.experiments.sweep import Sweep
 
         contents = [(file, read(file)) for file in files]  # a bad one is found before the data
         planned = []

@@ -1,13 +1,7 @@
-"""Many runs from one file: each in a process of its own, several at once, rows only ever added.
+"""Many runs at once, each in a process of its own, rows only ever added.
 
-    {"base": {"run": "mlm", "recipe": "roberta-small"},              fields that all runs share
-     "grid": {"attention": ["softmax", "lln_diag"], "seed": [0, 1]}, every combination
-     "runs": [{"options": {"method": "entropy"}}, {}],               each of these
-     "then": {"base": {"run": "glue"}, "grid": {"task": ["rte"]}}}   after each, from its checkpoint
-
-or a list of runs. ``slots`` of a run says how many of the places of ``--jobs`` it takes. A run that
-has its row is skipped. What is pre-trained stays in the scratch folder until all that follows has
-its rows, and an interrupted pre-training continues.
+A run that has its row is skipped. What is pre-trained stays in the scratch folder until all that
+follows has its rows, and an interrupted pre-training continues.
 
 The speed of a run with ``"timed": true`` is reported, so nothing else is trained while it is being
 timed. What comes next is started ahead all the same: the next timed run imports, reads, builds and
@@ -18,140 +12,18 @@ row of a run that may have had company says so (``shared``), and no table shows 
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-from lln.experiments import jobs
 from lln.experiments.estimate import known_seconds
-from lln.experiments.jobs import Key, Place, Spec
-from lln.experiments.runlog import has_row
+from lln.experiments.plan import FINISHED, Job
 from lln.experiments.turn import SHARED, TURN, Gate, can_wait
 
-OF_THE_SWEEP = ("run", "slots", "timed", "then")  # the rest are fields of the run
 POLL_SECONDS = 0.2
-SETS = ("base", "grid", "runs", "then")
-
-
-def read(path: Path) -> Any:
-    """The content of a sweep file."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a sweep: {error}") from None
-
-
-def expand(content: Any) -> list[Spec]:
-    """The runs of a sweep file: base, then each of runs, then every point of grid, the later wins.
-
-    Example:
-        >>> expand({"base": {"run": "mlm"}, "grid": {"seed": [0, 1]}})
-        [{'run': 'mlm', 'seed': 0}, {'run': 'mlm', 'seed': 1}]
-    """
-    if isinstance(content, list):
-        return [spec for entry in content for spec in expand({"runs": [entry]})]
-    if not isinstance(content, dict) or set(content) - set(SETS):
-        wrong = sorted(set(content) - set(SETS)) if isinstance(content, dict) else content
-        raise ValueError(
-            f"a sweep has {wrong!r}; it is a list of runs, or an object of {', '.join(SETS)}"
-        )
-    names, values = list(content.get("grid", {})), list(content.get("grid", {}).values())
-    points = [dict(zip(names, point, strict=True)) for point in itertools.product(*values)]
-    then = {"then": content["then"]} if "then" in content else {}
-    return [
-        {**content.get("base", {}), **then, **entry, **point}
-        for entry in content.get("runs", [{}])
-        for point in points
-    ]
-
-
-@dataclass
-class Job:
-    """A run, what names its rows, and what must have run before it.
-
-    Attributes:
-        timed: It takes all places, and may be started ahead of its turn.
-        state: "waiting", "ahead" (its process waits for its turn), "running", "done", "failed" or
-            "skipped".
-    """
-
-    kind: str
-    spec: Spec
-    slots: int
-    keys: list[Key]
-    place: Place
-    before: Job | None = None
-    after: list[Job] = field(default_factory=list)
-    timed: bool = False
-    state: str = "waiting"
-
-    @property
-    def label(self) -> str:
-        own = {**self.spec}
-        words = [own.pop(name, None) for name in ("recipe", "task", "attention")]
-        options = own.pop("options", None) or {}
-        more = [*options.items(), ("seed", own.get("seed", 0))]
-        rest = [f"{key}={value}" for key, value in more]
-        if self.before is not None:
-            words.append(f"after {self.before.label}")
-        return " ".join([self.kind, *(str(word) for word in words if word), *rest])
-
-    def has_rows(self) -> bool:
-        path = self.place.results(self.kind)
-        return all(has_row(path, *key) for key in self.keys)
-
-    def command(self) -> list[str]:
-        """Of the process that runs it."""
-        paths = {
-            name: None if value is None else str(value) for name, value in vars(self.place).items()
-        }
-        text = json.dumps({"kind": self.kind, "spec": self.spec, "place": paths})
-        return [sys.executable, "-m", "lln.experiments.jobs", text]
-
-
-def plan(content: Any, *, data: Path | None, out: Path, scratch: Path) -> list[Job]:
-    """All jobs of a sweep, those that follow another after it."""
-    found = []
-    for spec in expand(content):
-        job = _job(spec, data, out, scratch)
-        found.append(job)
-        for next_spec in expand(spec.get("then", [])):
-            follower = _job(next_spec, data, out, scratch, job)
-            job.after.append(follower)
-            found.append(follower)
-    return found
-
-
-def _job(spec: Spec, data: Path | None, out: Path, scratch: Path, before: Job | None = None) -> Job:
-    kind = spec.get("run", "glue" if before else None)
-    if kind is None:
-        raise ValueError(f'a run of the sweep does not say its kind: {spec}; add "run": "mlm"')
-    own = {name: value for name, value in spec.items() if name not in OF_THE_SWEEP}
-    identity = json.dumps([kind, own, before and before.place.folder.name], sort_keys=True)
-    folder = scratch / f"{kind}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
-    place = Place(data, out, folder, before and before.place.folder)
-    keys = _keys(kind, own, place, before)
-    slots, timed = max(1, int(spec.get("slots", 1))), bool(spec.get("timed", False))
-    return Job(kind, own, slots, keys, place, before, timed=timed)
-
-
-def _keys(kind: str, spec: Spec, place: Place, before: Job | None) -> list[Key]:
-    if before is None:
-        return jobs.find(kind).keys(spec, place)
-    if (before.kind, kind) != ("mlm", "glue"):
-        raise ValueError(f'"then" of a run {before.kind!r} holds {kind!r}; only glue follows mlm')
-    from lln.experiments.jobs import glue, mlm
-
-    return glue.keys(spec, place, mlm.pretrained(before.spec, before.place))
 
 
 @dataclass(frozen=True)
@@ -237,7 +109,11 @@ class Sweep:
     def _start_what_fits(self) -> None:
         """Followers first: what they wait for takes room on the disk."""
         waiting = [job for job in self.jobs if job.state in ("waiting", "ahead")]
-        ready = [job for job in waiting if job.before is None or job.before.state == "done"]
+        ready = [
+            job
+            for job in waiting
+            if (job.before is None or job.before.state == "done") and job.is_decided()
+        ]
         for job in sorted(ready, key=lambda job: job.before is None):
             used = sum(self._places(other) for other in self._running())
             if self._places(job) > self.slots - used:
@@ -333,9 +209,8 @@ class Sweep:
 
     def _tidy(self, job: Job) -> None:
         """Remove a run's folder when nothing needs it; that of a failed run stays, for its log."""
-        finished = ("done", "skipped")
-        if job.state in finished and all(
-            other.state in finished or other.has_rows() for other in job.after
+        if job.state in FINISHED and all(
+            other.state in FINISHED or other.has_rows() for other in job.after
         ):
             for each in (job, *job.after):
                 shutil.rmtree(each.place.folder, ignore_errors=True)

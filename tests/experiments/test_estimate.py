@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lln.experiments import sweep
+from lln.experiments import plan
 from lln.experiments.estimate import _parts, known_seconds
 from lln.experiments.jobs import glue, lra, step
 from lln.experiments.runlog import append_row
@@ -100,7 +100,7 @@ def test_a_pretraining_that_has_its_row_is_run_again_as_a_whole(tmp_path):
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_the_rows_of_every_run_are_counted_right(path):
-    runs = sweep.expand(sweep.read(path))
-    for spec in [*runs, *(other for run in runs for other in sweep.expand(run.get("then", [])))]:
-        own = {name: value for name, value in spec.items() if name not in sweep.OF_THE_SWEEP}
+    runs = plan.expand(plan.read(path))
+    for spec in [*runs, *(other for run in runs for other in plan.expand(run.get("then", [])))]:
+        own = {name: value for name, value in spec.items() if name not in plan.OF_THE_SWEEP}
         assert len(_parts(own)) == (len(ROWS[spec["run"]](own)) if spec["run"] in ROWS else 1)

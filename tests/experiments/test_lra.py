@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import lln
 from lln.cli import app
-from lln.experiments import lra, sweep
+from lln.experiments import lra, plan
 from lln.experiments.jobs import Place, find
 from lln.experiments.jobs import lra as job
 from lln.experiments.jobs import vit as vit_job
@@ -215,8 +215,8 @@ def test_job_of_a_sweep(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", sorted(SWEEPS.glob("*.json")), ids=lambda path: path.stem)
 def test_sweeps_of_the_project_can_be_read(path):
     """Tasks, recipes, fields and options of mechanisms exist."""
-    for spec in sweep.expand(sweep.read(path)):
-        own = {name: value for name, value in spec.items() if name not in sweep.OF_THE_SWEEP}
+    for spec in plan.expand(plan.read(path)):
+        own = {name: value for name, value in spec.items() if name not in plan.OF_THE_SWEEP}
         if spec["run"] == "lra":
             found = job.configs(own)
         elif spec["run"] == "vit":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -11,15 +12,28 @@ from typer.testing import CliRunner
 
 import lln
 from lln.cli import app
-from lln.experiments import glue, jobs, mlm, softmax, sweep
+from lln.experiments import glue, jobs, mlm, softmax
 from lln.experiments.jobs import Place
 from lln.experiments.jobs import glue as glue_job
+from lln.experiments.plan import (
+    CHOSEN_BY,
+    OF_THE_SWEEP,
+    Job,
+    Repeated,
+    best_on_validation,
+    expand,
+    plan,
+    read,
+)
 from lln.experiments.runlog import append_row
-from lln.experiments.sweep import Job, Sweep, expand
+from lln.experiments.sweep import Sweep
 from lln.instruments.rows import read_rows
 from tests.experiments.small_glue import pretrain, write_glue, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
+REPEAT = {"best_of": "learning_rate", "seed": [1]}
+TINY = {"run": "mlm", "recipe": "roberta-tiny"}
+STEP = {"run": "step", "recipe": "roberta-tiny", "lengths": [16]}
 SWEEPS = sorted((ROOT / "sweeps").glob("*.json"))
 
 # What a process of these tests does: wait, then add its row or fail.
@@ -56,9 +70,9 @@ def job(folder, name, *, seconds=0.0, fails=False, slots=1, before=None):
     return made
 
 
-def run(plan, **options):
+def run(jobs, **options):
     said = []
-    return Sweep(plan, say=said.append, **options).run(), said
+    return Sweep(jobs, say=said.append, **options).run(), said
 
 
 def order(said):
@@ -87,10 +101,10 @@ def test_every_combination_of_a_file_is_a_run():
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_the_sweeps_of_the_project_are_complete(path):
     """Kinds, recipes, fields and options of mechanisms exist."""
-    runs = expand(sweep.read(path))
+    runs = expand(read(path))
     assert runs
     for spec in [*runs, *(other for run in runs for other in expand(run.get("then", [])))]:
-        own = {name: value for name, value in spec.items() if name not in sweep.OF_THE_SWEEP}
+        own = {name: value for name, value in spec.items() if name not in OF_THE_SWEEP}
         if spec["run"] == "glue":
             assert glue_job._configs(own)
         elif spec["run"] in ("mlm", "step"):
@@ -129,11 +143,72 @@ def test_a_pretraining_runs_again_if_something_that_follows_has_no_row(tmp_path)
 
 
 def test_runs_share_the_slots(tmp_path):
-    plan = [job(tmp_path, name, seconds=0.4) for name in "ab"]
-    plan.append(job(tmp_path, "wide", slots=9))
-    _, said = run(plan, slots=2)
+    planned = [job(tmp_path, name, seconds=0.4) for name in "ab"]
+    planned.append(job(tmp_path, "wide", slots=9))
+    _, said = run(planned, slots=2)
     found = order(said)
     assert found[:2] == ["started a", "started b"] and found[-2:] == ["started wide", "done wide"]
+
+
+class FakeRepeated(Repeated, Fake):
+    """The best of some jobs whose processes only wait."""
+
+
+def repeated(folder, rivals, *seeds):
+    made = []
+    for seed in seeds:
+        choices = [job(folder, f"{rival.keys[0][0]}-seed{seed}") for rival in rivals]
+        fields = {item.name: getattr(choices[0], item.name) for item in dataclasses.fields(Job)}
+        made.append(FakeRepeated(**fields, rivals=rivals, choices=choices))
+    return made
+
+
+def test_the_best_on_validation_is_repeated_when_all_have_run(tmp_path, monkeypatch):
+    monkeypatch.setitem(CHOSEN_BY, "fake", ("seconds", 1))  # the slowest wins
+    times = {"low": 0.1, "high": 0.4, "other": 0.2}
+    rivals = [job(tmp_path, name, seconds=seconds) for name, seconds in times.items()]
+    outcome, said = run([*rivals, *repeated(tmp_path, rivals, 1, 2)], slots=4)
+    assert len(outcome.done) == 5 and not outcome.left
+    found = order(said)
+    assert {line for line in found if "seed" in line} == {
+        f"{word} high-seed{seed}" for word in ("started", "done") for seed in (1, 2)
+    }
+    assert found.index("started high-seed1") > max(found.index(f"done {name}") for name in times)
+    rivals = [job(tmp_path, name, seconds=seconds) for name, seconds in times.items()]
+    outcome, _ = run([*rivals, *repeated(tmp_path, rivals, 1, 2, 3)])
+    assert len(outcome.skipped) == 5 and outcome.done == ["fake high-seed3 seed=0"]
+    monkeypatch.setitem(CHOSEN_BY, "fake", ("seconds", -1))
+    assert best_on_validation(rivals) == 0
+
+
+def test_nothing_is_repeated_where_a_rival_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setitem(CHOSEN_BY, "fake", ("seconds", 1))
+    rivals = [job(tmp_path, "good"), job(tmp_path, "bad", fails=True)]
+    outcome, _ = run([*rivals, *repeated(tmp_path, rivals, 1)])
+    assert (len(outcome.done), len(outcome.failed), len(outcome.left)) == (1, 1, 1)
+
+
+def test_rates_of_one_mechanism_are_rivals(tmp_path, data):
+    small = read(ROOT / "sweeps" / "smoke.json")["base"]
+    content = {
+        "base": {**small, "steps": 1},
+        "grid": {"learning_rate": [1e-3, 5e-4], "attention": ["softmax", "lln"], "seed": [0]},
+        "repeat": {"best_of": "learning_rate", "seed": [1, 2]},
+    }
+    planned = plan(content, data=data, out=tmp_path / "out", scratch=tmp_path / "scratch")
+    first, later = planned[:4], planned[4:]
+    assert [(each.choices[0].spec["attention"], each.spec["seed"]) for each in later] == [
+        *(("softmax", 1), ("lln", 1)),
+        *(("softmax", 2), ("lln", 2)),
+    ]
+    assert later[1].rivals == [first[1], first[3]] and not later[1].is_decided()
+    for each, loss in zip(first, [5.0, 3.0, 4.0, None], strict=True):
+        (digest, seed), each.state = each.keys[0], "done"
+        append_row(tmp_path / "out" / "mlm.jsonl", {"digest": digest, "seed": seed, "loss": loss})
+    assert all(each.is_decided() for each in later)
+    assert [each.spec["learning_rate"] for each in later] == [5e-4, 1e-3] * 2
+    assert [each.spec["seed"] for each in later] == [1, 1, 2, 2]
+    assert later[0].keys[0][0] == first[2].keys[0][0] and later[0].keys[0][1] == 1
 
 
 def test_a_failed_run_is_explained_and_what_follows_is_not_tried(tmp_path):
@@ -169,12 +244,12 @@ def data(tmp_path, monkeypatch):
 
 def test_keys_are_known_before_a_run_and_rows_have_them(tmp_path, data):
     """The jobs of the smoke sweep one after the other, in this process."""
-    content = sweep.read(ROOT / "sweeps" / "smoke.json")
+    content = read(ROOT / "sweeps" / "smoke.json")
     places = {"data": data, "out": tmp_path / "out", "scratch": tmp_path / "scratch"}
-    plan = sweep.plan(content, **places)
-    assert [each.kind for each in plan] == ["mlm", "glue"] * 2
-    assert not any(each.has_rows() for each in plan)
-    for each in plan:
+    planned = plan(content, **places)
+    assert [each.kind for each in planned] == ["mlm", "glue"] * 2
+    assert not any(each.has_rows() for each in planned)
+    for each in planned:
         jobs.find(each.kind).run(each.spec, each.place)
         assert each.has_rows(), each.label
     rows = read_rows(tmp_path / "out" / "glue.jsonl")
@@ -182,14 +257,14 @@ def test_keys_are_known_before_a_run_and_rows_have_them(tmp_path, data):
     tasks = [("sst2", 0), ("sst2", 1), ("stsb", 0), ("stsb", 1)]
     assert found == [(name, *task) for name in ("softmax", "lln_diag") for task in tasks]
     curves = read_rows(tmp_path / "out" / "curves.jsonl")
-    assert [line["digest"] for line in curves] == [plan[0].keys[0][0], plan[2].keys[0][0]]
+    assert [line["digest"] for line in curves] == [planned[0].keys[0][0], planned[2].keys[0][0]]
     assert {"train", "eval"} == {row["kind"] for row in curves[0]["rows"]}
-    outcome, _ = run(sweep.plan(content, **places))
+    outcome, _ = run(plan(content, **places))
     assert len(outcome.skipped) == 4 and not any((tmp_path / "scratch").iterdir())
 
 
 def test_a_training_step_is_timed_per_length(tmp_path, data):
-    small = sweep.read(ROOT / "sweeps" / "smoke.json")["base"]
+    small = read(ROOT / "sweeps" / "smoke.json")["base"]
     left_out = ("run", "length")
     spec = {name: value for name, value in small.items() if name not in left_out}
     spec |= {"attention": "lln", "steps": 3, "batch_size": 1, "lengths": [16, 32]}
@@ -210,14 +285,19 @@ def test_mistakes_in_a_file_are_said(tmp_path, data):
     for content, words in (
         ([{"run": "mml"}], "run='mml' is unknown"),
         ([{"recipe": "roberta-tiny"}], "does not say its kind"),
-        ([{"run": "mlm", "recipe": "roberta-tiny", "step": 5}], "step is no field"),
+        ([{**TINY, "step": 5}], "step is no field"),
         ([{"run": "glue", "task": "sst2"}], 'needs "from"'),
-        ([{"run": "mlm", "recipe": "roberta-tiny", "then": [{"run": "mlm"}]}], "only glue"),
+        ([{**TINY, "then": [TINY]}], "only glue"),
+        ({"base": TINY, "repeat": [1]}, r"repeat=\[1\]"),
+        ({"base": {"run": "mlm"}}, "does not say its recipe"),
+        ({"base": {"run": "lra"}}, "does not say its task"),
+        ({"base": STEP, "repeat": REPEAT}, "cannot choose"),
+        ({"base": TINY, "then": {"repeat": REPEAT}}, "beside it only"),
     ):
         with pytest.raises(ValueError, match=words):
-            sweep.plan(content, **places)
+            plan(content, **places)
     with pytest.raises(ValueError, match="is not a sweep"):
-        sweep.read(tmp_path / "absent.json")
+        read(tmp_path / "absent.json")
 
 
 def test_the_commands_run_what_they_are_asked(tmp_path, data):
@@ -251,7 +331,7 @@ def test_the_commands_run_what_they_are_asked(tmp_path, data):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
-    expand(sweep.read(ROOT / "sweeps" / "tier_b.json")),
+    expand(read(ROOT / "sweeps" / "tier_b.json")),
     ids=lambda spec: "-".join([spec["attention"], *map(str, spec.get("options", {}).values())]),
 )
 def test_every_mechanism_of_table_1_is_pretrained_and_fine_tuned(tmp_path, data, spec):

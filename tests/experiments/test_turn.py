@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from lln.experiments import jobs, loop, sweep
+from lln.experiments import jobs, loop
 from lln.experiments.jobs import Place
-from lln.experiments.sweep import Job, Sweep
+from lln.experiments.plan import Job, read
+from lln.experiments.plan import plan as planned
+from lln.experiments.sweep import Sweep
 from lln.experiments.turn import TURN, Gate, wait_for_turn
 from lln.instruments.rows import read_rows
 from tests.experiments.small_glue import write_glue, write_text
@@ -227,9 +229,9 @@ def test_waiting_is_off_the_clock(monkeypatch):
 def smoke(folder, monkeypatch):
     monkeypatch.setenv("LLN_CACHE", str(folder / "cache"))
     data = write_glue(write_text(folder / "data"), train=60, dev=20)
-    content = sweep.read(ROOT / "sweeps" / "smoke.json")
+    content = read(ROOT / "sweeps" / "smoke.json")
     content["base"]["timed"] = True
-    return sweep.plan(content, data=data, out=folder / "out", scratch=folder / "scratch")
+    return planned(content, data=data, out=folder / "out", scratch=folder / "scratch")
 
 
 def test_rows_do_not_count_the_time_that_a_run_has_waited(tmp_path, monkeypatch):

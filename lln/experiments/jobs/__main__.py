@@ -10,7 +10,7 @@ from lln.experiments.jobs import Place, find
 
 
 def main(text: str) -> None:
-    """Run the job that :func:`lln.experiments.sweep.command` has written down."""
+    """Run the job that :func:`lln.experiments.plan.Job.command` has written down."""
     job = json.loads(text)
     paths = {name: None if value is None else Path(value) for name, value in job["place"].items()}
     find(job["kind"]).run(job["spec"], Place(**paths))  # type: ignore[arg-type]
