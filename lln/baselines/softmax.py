@@ -22,8 +22,8 @@ class Softmax(Core):
 
     Args:
         causal: Query i sees keys j ≤ i + M − N.
-        conv: Width, odd, of Nyströmformer's convolution of the values, added to the output: tells
-            apart what it does for other mechanisms from what they do. 0 leaves it out.
+        conv: Width of Nyströmformer's convolution of the values, added to the output: tells apart
+            what it does for other mechanisms from what they do. 0 leaves it out. Odd unless causal.
     """
 
     def __init__(
@@ -49,7 +49,9 @@ class Softmax(Core):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         out = self._softmax(q, k, v, key_mask)
-        return out if self.conv_weight is None else out + convolve_tokens(v, self.conv_weight)
+        if self.conv_weight is None:
+            return out
+        return out + convolve_tokens(v, self.conv_weight, causal=self.causal)
 
     def _softmax(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         seen = visible(q, k, key_mask, causal=self.causal)

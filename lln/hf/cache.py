@@ -13,12 +13,16 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from lln.functional import prefill
 from lln.hf.block import OpenBlock
 from lln.hf.core import LLNCore, attend
+from lln.ops.arguments import hide
+from lln.ops.convolution import convolve_next
 from lln.ops.state import State, summarize
 from lln.protocols import compute_dtype
 
 
 class StateLayer(CacheLayerMixin):
-    """A cache layer of O(D E) per head, whatever the length; LLN+Diag adds one block of K and V.
+    """A cache layer of O(D E) per head, whatever the length.
+
+    LLN+Diag adds one block of K and V, a convolution of K taps the last K − 1 values.
 
     transformers updates a cache before it attends, and only the attention knows the queries. So
     ``update`` announces itself to the core and hands the new keys on, and the attention call that
@@ -35,6 +39,7 @@ class StateLayer(CacheLayerMixin):
         self.tokens = 0
         self.state: State | None = None
         self.block: OpenBlock | None = None
+        self.near: Tensor | None = None
         self._new: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -90,6 +95,9 @@ class StateLayer(CacheLayerMixin):
             weight = 0.5 if core.mix_logit is None else core.mix_logit.to(wide).sigmoid()
             weight = torch.as_tensor(weight, dtype=wide, device=q.device).expand(q.shape[1])
             out = torch.lerp(local, out, weight[:, None, None])
+        if self.near is not None and core.conv_weight is not None:
+            near = convolve_next(hide(v, key_mask).to(wide), core.conv_weight, self.near)
+            out = out + core.for_queries(near)
         return out.to(q.dtype)
 
     def _remember(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
@@ -101,6 +109,11 @@ class StateLayer(CacheLayerMixin):
         if core.diag_block is not None:
             block = self.block or OpenBlock.empty(k, v, core.diag_block)
             self.block = block.append(k, v, _mask(k, key_mask))
+        if core.conv:
+            nothing = v.new_zeros(*v.shape[:2], core.conv - 1, v.shape[3])
+            past = nothing if self.near is None else self.near
+            last = hide(v, key_mask)[:, :, max(0, v.shape[2] - core.conv + 1) :]
+            self.near = torch.cat([past[:, :, last.shape[2] :], last], 2)
 
     def get_seq_length(self) -> int:
         """Tokens read so far."""
@@ -118,7 +131,8 @@ class StateLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Back to the start of a stream."""
-        self.tokens, self.state, self.block, self._new = 0, None, None, None
+        self.tokens, self.state, self.block = 0, None, None
+        self.near = self._new = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep the chosen beams."""
@@ -152,6 +166,8 @@ class StateLayer(CacheLayerMixin):
             self.state = State(*(change(part) for part in parts))
         if self.block is not None:
             self.block = self.block.map(change)
+        if self.near is not None:
+            self.near = change(self.near)
 
 
 def _mask(k: Tensor, key_mask: Tensor | None) -> Tensor:

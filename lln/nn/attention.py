@@ -25,8 +25,7 @@ from lln.protocols import compute_dtype
 MIXES = ("average", "learned")
 
 #: Options of LLN+Diag for encoders that are trained from scratch: of those tried on text the ones
-#: with the lowest loss and the best average over GLUE (README). Not for causal attention, since
-#: ``conv`` looks at both sides.
+#: with the lowest loss and the best average over GLUE (README).
 RECOMMENDED: Mapping[str, Any] = MappingProxyType(
     {"method": "entropy", "mix": "learned", "diag_block": 128, "conv": 33}
 )
@@ -73,9 +72,10 @@ class LLNAttention(nn.Module):
         normalize_keys: Use log_softmax_l(β k) as key features, the unbiased variant.
         mix: "average" gives both branches the weight ½; "learned" gives the LLN branch of head h
             the weight sigmoid(mix_logit_h), which starts at ½.
-        conv: Width, odd, of a convolution of the values over neighbouring tokens that is added to
-            the output, one filter per key head, learned; 0 leaves it out. Not in the paper:
-            Nyströmformer has it. Self-attention only, not causal.
+        conv: Width of a convolution of the values over neighbouring tokens that is added to the
+            output, one filter per key head, learned; 0 leaves it out. Not in the paper:
+            Nyströmformer has it. Odd, with equally many neighbours on both sides; causal attention
+            looks at the token and at conv − 1 before it. Self-attention only.
         learn_scale: Multiply α by exp(log_alpha_h) and β by exp(log_beta_h), learned from zero.
         dropout: Probability of dropping an entry of the slot weights A and of the block
             probabilities while training; kept entries are divided by 1 − dropout.
@@ -254,14 +254,25 @@ class LLNAttention(nn.Module):
         out = self._branches(q, k, v, draw, impl)
         if self.conv_weight is None:
             return out
-        if draw.is_causal or q.shape[2] != k.shape[2]:
-            kind = "causal attention" if draw.is_causal else f"{q.shape[2]} queries of"
+        return out + self._near(self.conv_weight, q, v, draw)
+
+    def _near(self, weight: Tensor, q: Tensor, v: Tensor, draw: Draw) -> Float[Tensor, "B H N E"]:
+        """What ``conv`` adds; causal queries are those of the last keys."""
+        queries, keys = q.shape[2], v.shape[2]
+        if queries > keys or (queries < keys and not draw.is_causal):
             raise ValueError(
-                f"conv={self.conv} looks at neighbours on both sides of a token: it cannot serve "
-                f"{kind} {k.shape[2]} keys; leave conv out"
+                f"conv={self.conv} looks at neighbours of a token: it cannot serve {queries} "
+                f"queries of {keys} keys; leave conv out"
             )
-        near = convolve_tokens(hide(v, draw.key_mask), self.conv_weight)
-        return out + near.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
+        first = max(0, keys - queries - self.conv + 1) if draw.is_causal else 0
+        mask = None if draw.key_mask is None else draw.key_mask[:, first:]
+        seen = hide(v[:, :, first:], mask)
+        near = convolve_tokens(seen, weight, causal=draw.is_causal)
+        return self.for_queries(near[:, :, near.shape[2] - queries :])
+
+    def for_queries(self, x: Float[Tensor, "B Hkv N E"]) -> Float[Tensor, "B H N E"]:
+        """What belongs to a key head, for all query heads that share it."""
+        return x.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
 
     def _branches(
         self, q: Tensor, k: Tensor, v: Tensor, draw: Draw, impl: str | None

@@ -89,10 +89,11 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         )
         # torch's encoder layers run their own softmax kernel in eval mode when this is True.
         self._qkv_same_embed_dim = False
-        if diag_block is not None and (add_bias_kv or add_zero_attn):
+        if (diag_block is not None or conv) and (add_bias_kv or add_zero_attn):
+            named = f"diag_block={diag_block}" if diag_block is not None else f"conv={conv}"
             raise ValueError(
-                f"diag_block={diag_block} counts positions, and the extra keys of add_bias_kv and "
-                "add_zero_attn have none; use diag_block without them"
+                f"{named} counts positions, and the extra keys of add_bias_kv and add_zero_attn "
+                f"have none; use {named.split('=')[0]} without them"
             )
         self.attention = LLNAttention(
             num_heads,

@@ -1,6 +1,8 @@
 """A convolution over tokens with one filter per head, as products with a band matrix.
 
-    out_n = Σ_t w_t v_{n + t − K/2},   zero outside the sequence
+    out_n = Σ_t w_t v_{n + t − before},   zero outside the sequence
+
+with before = K/2, or K − 1 where a token may look at itself and those before it only.
 
 A block of the output is the product of a band matrix [block, block + K − 1], the same for all
 blocks of a head, and the values around the block: linear in N, what matrix units are made for, and
@@ -27,14 +29,11 @@ def check_conv(conv: int, *, causal: bool) -> None:
     """The width of a convolution that is added to an attention.
 
     Raises:
-        ValueError: It is even or negative, or the attention is causal.
+        ValueError: It is negative, or even where a token has equally many neighbours on each side.
     """
-    if conv < 0 or (conv and conv % 2 == 0):
-        raise ValueError(f"conv={conv} must be an odd width, or 0 for none")
-    if conv and causal:
-        raise ValueError(
-            f"conv={conv} looks at neighbours on both sides, so it cannot be causal; leave conv out"
-        )
+    if conv < 0 or (conv and conv % 2 == 0 and not causal):
+        kind = "a width" if causal else "an odd width"
+        raise ValueError(f"conv={conv} must be {kind}, or 0 for none")
 
 
 def draw_filters_(weight: Tensor, taps: int) -> Tensor:
@@ -43,17 +42,39 @@ def draw_filters_(weight: Tensor, taps: int) -> Tensor:
 
 
 def convolve_tokens(
-    v: Float[Tensor, "B H N E"], weight: Float[Tensor, "H K"]
+    v: Float[Tensor, "B H N E"], weight: Float[Tensor, "H K"], *, causal: bool = False
 ) -> Float[Tensor, "B H N E"]:
-    """v convolved over its tokens by the filter of its head, in the dtype of v; K is odd.
+    """v convolved over its tokens by the filter of its head, in the dtype of v.
+
+    Args:
+        causal: The last weight is that of the token itself; otherwise the one in the middle is, and
+            K is odd.
 
     Example:
-        >>> convolve_tokens(torch.ones(1, 1, 4, 1), torch.ones(1, 3)).flatten().tolist()
+        >>> v, weight = torch.ones(1, 1, 4, 1), torch.ones(1, 3)
+        >>> convolve_tokens(v, weight).flatten().tolist()
         [2.0, 3.0, 3.0, 2.0]
+        >>> convolve_tokens(v, weight, causal=True).flatten().tolist()
+        [1.0, 2.0, 3.0, 3.0]
     """
+    before = weight.shape[1] - 1 if causal else weight.shape[1] // 2
     if _kernel_takes(v, weight):
-        return triton.convolution(v, weight)
-    return convolve_by_blocks(v, weight)
+        return triton.convolution(v, weight, before)
+    return convolve_by_blocks(v, weight, before)
+
+
+def convolve_next(
+    v: Float[Tensor, "B H N E"], weight: Float[Tensor, "H K"], past: Float[Tensor, "B H before E"]
+) -> Float[Tensor, "B H N E"]:
+    """The causal convolution of tokens that follow others.
+
+    Args:
+        past: The K − 1 values before v; zeros at the start of a stream.
+    """
+    together = torch.cat([past.to(v), v], 2)
+    if v.shape[2] == 1:
+        return torch.einsum("hk,bhke->bhe", weight.to(v), together)[:, :, None]
+    return convolve_tokens(together, weight, causal=True)[:, :, past.shape[2] :]
 
 
 def _kernel_takes(v: Tensor, weight: Tensor) -> bool:
@@ -61,14 +82,15 @@ def _kernel_takes(v: Tensor, weight: Tensor) -> bool:
 
 
 def convolve_by_blocks(
-    v: Float[Tensor, "B H N E"], weight: Float[Tensor, "H K"]
+    v: Float[Tensor, "B H N E"], weight: Float[Tensor, "H K"], before: int | None = None
 ) -> Float[Tensor, "B H N E"]:
     """:func:`convolve_tokens` in plain PyTorch, on any device; on a CPU some heads at a time."""
+    before = weight.shape[1] // 2 if before is None else before
     heads = _heads_at_a_time(v)
     if heads < v.shape[1]:
         pieces = zip(v.split(heads, dim=1), weight.split(heads), strict=True)
-        return torch.cat([_by_blocks(*piece) for piece in pieces], dim=1)
-    return _by_blocks(v, weight)
+        return torch.cat([_by_blocks(*piece, before) for piece in pieces], dim=1)
+    return _by_blocks(v, weight, before)
 
 
 def _heads_at_a_time(v: Tensor) -> int:
@@ -82,15 +104,14 @@ def _heads_at_a_time(v: Tensor) -> int:
     return max(1, PIECE_BYTES * v.shape[1] // size)
 
 
-def _by_blocks(v: Tensor, weight: Tensor) -> Tensor:
+def _by_blocks(v: Tensor, weight: Tensor, before: int) -> Tensor:
     batch, heads, tokens, width = v.shape
     taps = weight.shape[1]
     if tokens == 0:
         return v
     block = max(LEAST_BLOCK, 1 << (taps - 1).bit_length())
     blocks = -(-tokens // block)
-    side = taps // 2
-    padded = F.pad(v, (0, 0, side, (blocks + 1) * block - tokens - side))
+    padded = F.pad(v, (0, 0, before, (blocks + 1) * block - tokens - before))
     # [H, block, B · (blocks + 1) · E]: a product per head, its columns all blocks of all samples
     columns = padded.unflatten(2, (blocks + 1, block)).permute(1, 3, 0, 2, 4).flatten(2)
     own, next_ = band(weight.to(v.dtype), block).split([block, taps - 1], dim=2)

@@ -12,14 +12,19 @@ from lln.hf.block import OpenBlock
 from tests.hf.tiny import DECODERS, make, padded, run, text
 
 PROMPT, NEW = 9, 7
-MECHANISMS = {"lln": {}, "lln_diag": {"diag_block": 4}}
+MECHANISMS = {
+    "lln": {},
+    "lln_diag": {"diag_block": 4},
+    "lln_diag with conv": {"diag_block": 4, "conv": 5},
+}
 families = pytest.mark.parametrize("family", DECODERS)
 names = pytest.mark.parametrize("name", MECHANISMS)
 
 
 def ready(family: str, name: str, **options):
     model = make(family)
-    lln.hf.replace(model, name, quiet=True, **{**MECHANISMS[name], **options})
+    torch.manual_seed(11)  # of the filters
+    lln.hf.replace(model, name.split()[0], quiet=True, **{**MECHANISMS[name], **options})
     return lln.hf.calibrate(model, [{"input_ids": text(4, 30, seed=5)}], method="entropy")
 
 
@@ -102,7 +107,9 @@ def test_a_prompt_may_be_read_in_pieces(name, chunk):
 
 
 @pytest.mark.parametrize(
-    "options", [{"mix": "learned"}, {"normalize_keys": True}, {"learn_scale": True}], ids=str
+    "options",
+    [{"mix": "learned"}, {"normalize_keys": True}, {"learn_scale": True}, {"conv": 33}],
+    ids=str,
 )
 def test_options_hold_while_decoding(options):
     model = ready("llama", "lln_diag", **options)
@@ -136,6 +143,7 @@ def test_the_state_does_not_grow(name):
         layer = out.past_key_values.layers[0]
         parts = [layer.state.log_mass, layer.state.mean]
         parts += [] if layer.block is None else [layer.block.k, layer.block.v, layer.block.valid]
+        parts += [] if layer.near is None else [layer.near]
         return sum(part.untyped_storage().nbytes() for part in parts)
 
     assert held(30) == held(5) > 0

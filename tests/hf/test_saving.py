@@ -23,7 +23,7 @@ CASES = [
     ("bert", "lln_diag", {"diag_block": 4, "mix": "learned", "method": "entropy", "conv": 5}),
     ("distilbert", "lln_diag", {"statistics": "running", "normalize_keys": True}),
     ("vit", "lln_diag", {"statistics": "fixed", "learn_scale": True}),
-    ("gpt2", "lln", {}),
+    ("gpt2", "lln", {"conv": 4}),
     ("llama", "lln_diag", {"diag_block": 4, "target": "measured", "statistics": "running"}),
     ("qwen3", "lln_diag", {"layers": [1]}),
     ("roberta", "performer", {}),

@@ -62,16 +62,53 @@ def test_what_it_cannot_serve_is_refused():
         LLNAttention(4, 8, conv=4)
     with pytest.raises(ValueError, match="conv=-1 must be an odd width"):
         LLNAttention(4, 8, conv=-1)
-    with pytest.raises(ValueError, match=r"conv=3 .*cannot be causal"):
-        LLNAttention(4, 8, conv=3, causal=True, statistics="running")
+    with pytest.raises(ValueError, match="conv=-1 must be a width"):
+        LLNAttention(4, 8, conv=-1, causal=True, statistics="running")
     q, k, v = qkv(2, 4, 9, 8, keys=7)
     with pytest.raises(ValueError, match="9 queries of 7 keys"):
         LLNAttention(4, 8, conv=3)(q, k, v)
-    layer = LLNMultiheadAttention(32, 4, batch_first=True, conv=3, statistics="running")
+    with pytest.raises(ValueError, match="7 queries of 9 keys"):
+        LLNAttention(4, 8, conv=3)(*qkv(2, 4, 7, 8, keys=9))
+    with pytest.raises(ValueError, match="9 queries of 7 keys"):
+        LLNAttention(4, 8, conv=3, causal=True, statistics="running")(q, k, v)
+    with pytest.raises(ValueError, match="conv=3 counts positions"):
+        LLNMultiheadAttention(32, 4, conv=3, add_bias_kv=True)
+
+
+@pytest.mark.parametrize("taps", [1, 4, 5])
+@pytest.mark.parametrize("options", [{}, {"diag_block": 4, "mix": "learned"}])
+def test_causal_attention_looks_at_tokens_before(options, taps):
+    q, k, v = qkv(2, 4, 9, 8, kv_heads=2, dtype=torch.float64)
+    key_mask = padding([9, 7], 9)
+    stored = {"causal": True, "statistics": "running", **options}
+    core = LLNAttention(4, 8, num_kv_heads=2, conv=taps, **stored).double().eval()
+    torch.nn.init.zeros_(core.conv_weight)
+    before = core(q, k, v, key_mask)
+    torch.nn.init.normal_(core.conv_weight)
+    near, seen = torch.zeros_like(v), v * key_mask[:, None, :, None]
+    for n in range(9):
+        for t in range(taps):
+            if (m := n - (taps - 1) + t) >= 0:
+                near[:, :, n] += core.conv_weight.detach()[:, t, None] * seen[:, :, m]
+    expected = before + near.repeat_interleave(2, dim=1)
+    torch.testing.assert_close(core(q, k, v, key_mask), expected)
+    weights = core.attention_matrix(q, k, key_mask)
+    assert weights.triu(1).abs().max() == 0
+    torch.testing.assert_close(weights @ v.repeat_interleave(2, dim=1), expected)
+    if not options:
+        torch.testing.assert_close(core(q[:, :, -3:], k, v, key_mask), expected[:, :, -3:])
+
+
+def test_a_layer_is_causal_where_it_is_asked_to_be():
+    layer = LLNMultiheadAttention(32, 4, batch_first=True, conv=3, statistics="running").eval()
     x = embeddings(2, 9, 32)
-    layer(x, x, x)
-    with pytest.raises(ValueError, match="causal attention 9 keys"):
-        layer(x, x, x, is_causal=True, attn_mask=torch.ones(9, 9).triu(1).bool())
+    mask = {"is_causal": True, "attn_mask": torch.ones(9, 9).triu(1).bool()}
+    whole, _ = layer(x, x, x, **mask)
+    other = torch.cat([x[:, :5], embeddings(2, 9, 32)[:, 5:].flip(1)], 1)
+    changed, _ = layer(other, other, other, **mask)
+    torch.testing.assert_close(changed[:, :5], whole[:, :5])
+    assert not changed[:, 5:].allclose(whole[:, 5:])
+    assert not layer(x, x, x)[0].allclose(whole)
 
 
 def test_everything_that_has_options_takes_it():
@@ -90,8 +127,6 @@ def test_everything_that_has_options_takes_it():
     for weight in weights:
         torch.nn.init.zeros_(weight)
     assert other(**padded(text(), 4, "right")).logits.equal(plain) and not plain.equal(before)
-    with pytest.raises(ValueError, match="cannot be causal"):
-        lln.hf.replace(make("gpt2"), "lln", quiet=True, conv=3)
 
 
 def test_padding_on_either_side_gives_the_same():

@@ -7,25 +7,41 @@ import torch
 import torch.nn.functional as F
 
 from lln.ops import convolution
-from lln.ops.convolution import band, convolve_tokens
+from lln.ops.convolution import band, convolve_next, convolve_tokens
 from tests.helpers import relative_error
 
 
-def depthwise(v, weight):
-    padding = (weight.shape[1] // 2, 0)
-    return F.conv2d(v, weight[:, None, :, None], padding=padding, groups=v.shape[1])
+def depthwise(v, weight, causal=False):
+    before = weight.shape[1] - 1 if causal else weight.shape[1] // 2
+    padded = F.pad(v, (0, 0, before, weight.shape[1] - 1 - before))
+    return F.conv2d(padded, weight[:, None, :, None], groups=v.shape[1])
 
 
-@pytest.mark.parametrize("taps", [1, 3, 33, 65, 101])
+CENTRED = [(taps, False) for taps in (1, 3, 33, 65, 101)]
+CAUSAL = [(taps, True) for taps in (1, 4, 33, 64)]
+
+
+@pytest.mark.parametrize(("taps", "causal"), CENTRED + CAUSAL)
 @pytest.mark.parametrize("tokens", [1, 2, 31, 32, 33, 64, 200])
-def test_output_and_gradients_are_those_of_torch(taps, tokens):
+def test_output_and_gradients_are_those_of_torch(taps, causal, tokens):
     v = torch.randn(2, 3, tokens, 5, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, taps, dtype=torch.float64, requires_grad=True)
     d_out = torch.randn_like(v)
-    got = torch.autograd.grad(convolve_tokens(v, weight), (v, weight), d_out)
-    exact = torch.autograd.grad(depthwise(v, weight), (v, weight), d_out)
-    torch.testing.assert_close(convolve_tokens(v, weight), depthwise(v, weight))
-    torch.testing.assert_close(got, exact)
+    out, exact = convolve_tokens(v, weight, causal=causal), depthwise(v, weight, causal)
+    torch.testing.assert_close(out, exact)
+    got = torch.autograd.grad(out, (v, weight), d_out)
+    torch.testing.assert_close(got, torch.autograd.grad(exact, (v, weight), d_out))
+
+
+@pytest.mark.parametrize("taps", [1, 4, 33])
+@pytest.mark.parametrize("pieces", [[1] * 7, [3, 1, 3], [40, 1, 2], [2, 60]])
+def test_a_stream_in_pieces_is_the_same(taps, pieces):
+    v, weight = torch.randn(2, 3, sum(pieces), 5, dtype=torch.float64), torch.randn(3, taps)
+    past, found = v.new_zeros(2, 3, taps - 1, 5), []
+    for piece in v.split(pieces, dim=2):
+        found.append(convolve_next(piece, weight, past))
+        past = torch.cat([past, piece], 2)[:, :, piece.shape[2] :]
+    torch.testing.assert_close(torch.cat(found, 2), depthwise(v, weight.double(), causal=True))
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
@@ -41,12 +57,12 @@ def test_some_heads_at_a_time(heads, monkeypatch):
     v = torch.randn(2, 3, 50, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, 9, dtype=torch.float64, requires_grad=True)
     d_out, taken = torch.randn_like(v), []
-    whole = convolution._by_blocks(v, weight)
+    whole = convolution._by_blocks(v, weight, 4)
     expected = torch.autograd.grad(whole, (v, weight), d_out)
 
-    def spy(v, weight):
+    def spy(v, weight, before):
         taken.append(v.shape[1])
-        return by_blocks(v, weight)
+        return by_blocks(v, weight, before)
 
     by_blocks = convolution._by_blocks
     monkeypatch.setattr(convolution, "_by_blocks", spy)

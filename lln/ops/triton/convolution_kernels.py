@@ -1,10 +1,10 @@
 # type: ignore
 """Kernels of the convolution over tokens: its output, and the products that its filter learns from.
 
-    out_n = Σ_t w_t v_{n + t − K/2},   dw_t = Σ_n dO_n · v_{n + t − K/2}
+    out_n = Σ_t w_t v_{n + t − before},   dw_t = Σ_n dO_n · v_{n + t − before}
 
-A tile of ROWS outputs needs ROWS + K − 1 values, which are two tiles: one of ROWS that starts K/2
-before the outputs, and the next HALO ≥ K − 1. Their band matrices stay in registers.
+A tile of ROWS outputs needs ROWS + K − 1 values, which are two tiles: one of ROWS that starts
+``before`` rows above the outputs, and the next HALO ≥ K − 1. Their band matrices stay in registers.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def convolve_kernel(
     E: tl.constexpr,
     BE: tl.constexpr,
     TAPS: tl.constexpr,
+    BEFORE: tl.constexpr,
     ROWS: tl.constexpr,
     HALO: tl.constexpr,
 ):
@@ -66,7 +67,7 @@ def convolve_kernel(
     after = band_tile(W + h * w_head, rows, halo, ROWS, TAPS).to(dtype)
     end = tl.minimum((part + 1) * span, tokens)
     for start in range(part * span, end, ROWS):
-        first = start - TAPS // 2
+        first = start - BEFORE
         near = load_around(V, v_row, first, tokens, rows, values, E, BE)
         far = load_around(V, v_row, first + ROWS, tokens, halo, values, E, BE)
         out = dot_add(after, far, dot(own, near))
@@ -90,6 +91,7 @@ def filter_gradient_kernel(
     E: tl.constexpr,
     BE: tl.constexpr,
     TAPS: tl.constexpr,
+    BEFORE: tl.constexpr,
     ROWS: tl.constexpr,
     HALO: tl.constexpr,
 ):
@@ -103,7 +105,7 @@ def filter_gradient_kernel(
     after = tl.zeros([ROWS, HALO], tl.float32)
     end = tl.minimum((part + 1) * span, tokens)
     for start in range(part * span, end, ROWS):
-        first = start - TAPS // 2
+        first = start - BEFORE
         dout = load_tile(DOUT, dout_row, start, end, rows, values, E, BE, False)
         near = load_around(V, v_row, first, tokens, rows, values, E, BE)
         far = load_around(V, v_row, first + ROWS, tokens, halo, values, E, BE)

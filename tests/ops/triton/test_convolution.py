@@ -18,13 +18,19 @@ def made(tokens, taps, width=16, dtype=torch.float32, *, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("tokens", "taps"), [(1, 3), (2, 33), (40, 33), (100, 5), (200, 65)])
-def test_output_and_gradients(tokens, taps, dtype, device):
+@pytest.mark.parametrize(
+    ("tokens", "taps", "causal"),
+    [
+        *((1, 3, False), (2, 33, False), (40, 33, False), (100, 5, False), (200, 65, False)),
+        *((1, 3, True), (100, 4, True), (100, 33, True), (200, 64, True)),
+    ],
+)
+def test_output_and_gradients(tokens, taps, causal, dtype, device):
     v, weight, d_out = made(tokens, taps, dtype=dtype, device=device)
-    got = kernels.convolution(v, weight)
+    got = kernels.convolution(v, weight, taps - 1 if causal else None)
     rounded = weight.to(dtype).double() if dtype != torch.float32 else weight.double()
     exact_v, exact_w = v.detach().double().requires_grad_(), rounded.detach().requires_grad_()
-    exact = depthwise(exact_v, exact_w)
+    exact = depthwise(exact_v, exact_w, causal)
     limit = 2e-6 if dtype == torch.float32 else 1e-3
     assert got.dtype == dtype and relative_error(got, exact) < limit
     grads = torch.autograd.grad(got, (v, weight), d_out)
@@ -65,7 +71,7 @@ def test_only_what_is_asked_for(device):
 
 def test_opcheck(device):
     v, weight, _ = made(20, 3, device=device)
-    torch.library.opcheck(torch.ops.lln.convolution.default, (v, weight))
+    torch.library.opcheck(torch.ops.lln.convolution.default, (v, weight, 2))
 
 
 @pytest.mark.parametrize(
@@ -83,14 +89,16 @@ def test_modules_take_the_kernel_where_it_fits(taps, width, dtype, device, monke
     v, weight, _ = made(100, taps, width, dtype, device=device)
     taken = []
 
-    def kernel(v, weight):
+    def kernel(v, weight, before):
         taken.append(v.shape)
-        return kernels._convolution.convolution(v, weight)
+        return kernels._convolution.convolution(v, weight, before)
 
     monkeypatch.setattr(kernels, "convolution", kernel)
     got = convolve_tokens(v, weight)
     assert bool(taken) == (taps == 33 and width == 64)
     assert relative_error(got, convolve_by_blocks(v, weight)) < 1e-5
+    causal = convolve_tokens(v, weight, causal=True)
+    assert relative_error(causal, convolve_by_blocks(v, weight, taps - 1)) < 1e-5
 
 
 @pytest.mark.gpu
