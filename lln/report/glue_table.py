@@ -74,7 +74,8 @@ def _table(scale: dict[str, Any], tuned: list[Row], trained: list[Row]) -> Table
         _mechanism(name, own, pretrained.get((name, given), []), scale, tasks)
         for (name, given), own in by_mechanism.items()
     ]
-    columns = ["", "MLM loss", *(TASKS[task] for task in tasks), "avg", "parameters"]
+    # what sums up a line stands first: on a narrow page the rest has to be scrolled to
+    columns = ["", "MLM loss", "avg", *(TASKS[task] for task in tasks), "parameters"]
     everything = [*tuned, *(row for rows in pretrained.values() for row in rows)]
     return Table(
         f"Table 1 at our scale: {_words(scale)}",
@@ -117,8 +118,8 @@ def _mechanism(
     line = [
         name,
         "–" if loss is None else loss.text(3),
-        *(_percent(known.get(task)) for task in tasks),
         "–" if average is None else f"{100 * average:.1f}",
+        *(_percent(known.get(task)) for task in tasks),
         "–" if parameters is None else f"{parameters / 1e6:.1f}M",
     ]
     record = {
