@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lln.ops.arguments import no_autocast
+from lln.ops.derivatives import once, without_tangents
 
 # Defined through a Library: torch.library.custom_op would load the compiler at the first call.
 _LIBRARY = torch.library.Library("lln", "FRAGMENT")
@@ -38,5 +39,5 @@ def register(
     _LIBRARY.impl(f"{name}_eager", without_autocast, "CompositeExplicitAutograd")
     torch.library.register_fake(op, shapes, lib=_LIBRARY)
     if differentiate is not None:
-        torch.library.register_autograd(op, differentiate, setup_context=save, lib=_LIBRARY)
-    return getattr(torch.ops.lln, f"{name}_eager").default
+        torch.library.register_autograd(op, once(differentiate), setup_context=save, lib=_LIBRARY)
+    return without_tangents(getattr(torch.ops.lln, f"{name}_eager").default)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln.ops.derivatives import once, without_tangents
+
 _LIBRARY = torch.library.Library("lln", "FRAGMENT")
 
 
@@ -21,12 +23,14 @@ def register(schema: str, implementation: Callable[..., Any], fake: Callable[...
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"lln::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.lln, name).default
+    return without_tangents(getattr(torch.ops.lln, name).default)
 
 
 def register_backward(name: str, backward: Callable[..., Any], save: Callable[..., Any]) -> None:
     """Give ``lln::<name>`` its gradient; ``save(ctx, inputs, output)`` fills the context."""
-    torch.library.register_autograd(f"lln::{name}", backward, setup_context=save, lib=_LIBRARY)
+    torch.library.register_autograd(
+        f"lln::{name}", once(backward), setup_context=save, lib=_LIBRARY
+    )
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
