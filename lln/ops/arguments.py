@@ -196,6 +196,15 @@ def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
+def exported_for_any(size: int) -> bool:
+    """Whether torch.export is recording for every value of a size: what is computed may not differ.
+
+    Sizes are numbers otherwise, in torch.compile too, which checks them and compiles again.
+    """
+    exporting = getattr(torch.compiler, "is_exporting", None)  # not in torch 2.6
+    return exporting is not None and exporting() and isinstance(size, torch.SymInt)
+
+
 def hide(x: Float[Tensor, "... N D"], mask: Bool[Tensor, "B N"] | None) -> Tensor:
     """Zero where ``mask`` is False, whatever stood there (NaN included); ``[B,N,D]``/``[B,H,N,D]``.
 

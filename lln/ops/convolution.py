@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lln.ops import triton
+from lln.ops.arguments import exported_for_any
 from lln.protocols import Call
 
 LEAST_BLOCK = 32
@@ -86,11 +87,19 @@ def convolve_by_blocks(
 ) -> Float[Tensor, "B H N E"]:
     """:func:`convolve_tokens` in plain PyTorch, on any device; on a CPU some heads at a time."""
     before = weight.shape[1] // 2 if before is None else before
+    if exported_for_any(v.shape[2]):
+        return _depthwise(v, weight.to(v.dtype), before)
     heads = _heads_at_a_time(v)
     if heads < v.shape[1]:
         pieces = zip(v.split(heads, dim=1), weight.split(heads), strict=True)
         return torch.cat([_by_blocks(*piece, before) for piece in pieces], dim=1)
     return _by_blocks(v, weight, before)
+
+
+def _depthwise(v: Tensor, weight: Tensor, before: int) -> Tensor:
+    """By torch's convolution, which needs no blocks: for programs that take any length."""
+    padded = F.pad(v, (0, 0, before, weight.shape[1] - 1 - before))
+    return F.conv2d(padded, weight[:, None, :, None], groups=v.shape[1])
 
 
 def _heads_at_a_time(v: Tensor) -> int:

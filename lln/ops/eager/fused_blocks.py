@@ -10,15 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lln.ops.arguments import hide, no_autocast
+from lln.ops.arguments import exported_for_any, hide, no_autocast
 from lln.protocols import compute_dtype
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, dropout: Tensor | None) -> bool:
     """Whether torch has a fused kernel for them.
 
-    A GPU is not asked: what it takes there for float32 may round to fewer digits.
+    A GPU is not asked: what it takes there for float32 may round to fewer digits. Nor is it used in
+    programs for every length, whose number of blocks is open.
     """
+    if exported_for_any(q.shape[2]) or exported_for_any(k.shape[2]):
+        return False
     something = q.numel() > 0 and k.numel() > 0
     return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and dropout is None and something
 
