@@ -36,7 +36,8 @@ class Pool:
         """Add a batch; returns whether the layer answers with softmax meanwhile."""
         variances = core.statistics.matching.pooled_variances(
             q, k, key_mask=key_mask, query_mask=query_mask
-        ).double()
+        )
+        variances = variances.cpu().double()  # not every device has float64
         tokens = k.shape[0] * k.shape[2] if key_mask is None else int(key_mask.sum())
         if bool(variances.isfinite().all()):
             total = variances * tokens

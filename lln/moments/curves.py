@@ -21,7 +21,7 @@ import json
 import math
 from collections.abc import Callable
 from importlib import resources
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ Result = TypeVar("Result")
 METHODS = ("variance", "entropy")
 HEAD_DIMS = (2, 1024)
 TABLE = "curves.json"
+ON_CPU: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # whatever the default is
 
 
 class Shape(NamedTuple):
@@ -94,11 +95,11 @@ def shape(method: str, head_dim: float, normalize_keys: bool) -> Shape:
 
 @functools.lru_cache(maxsize=256)
 def _curve(method: str, head_dim: int, normalize_keys: bool) -> Curve:
-    table = torch.tensor(_table()[table_key(method, normalize_keys)], dtype=torch.float64)
+    table = torch.tensor(_table()[table_key(method, normalize_keys)], **ON_CPU)
     weights = chebyshev_basis(head_position(float(head_dim)), table.shape[0])
     coefficients = (weights @ table).tolist()
     known = shape(method, float(head_dim), normalize_keys)
-    ends = torch.tensor([1 - 1e-5, 1.0], dtype=torch.float64) * known.top
+    ends = torch.tensor([1 - 1e-5, 1.0], **ON_CPU) * known.top
     end = known.position(ends)[1].item()
     draft = Curve(known, tuple(coefficients), end, end_slope=0.0)
     below, at = draft.sigma2(ends).log().tolist()
@@ -136,7 +137,7 @@ def head_position(head_dim: int | float) -> float:
 def chebyshev_basis(z: float, count: int) -> Tensor:
     """T_0(z), …, T_{count−1}(z)."""
     angle = math.acos(min(max(z, -1.0), 1.0))
-    return torch.cos(angle * torch.arange(count, dtype=torch.float64))
+    return torch.cos(angle * torch.arange(count, **ON_CPU))
 
 
 @functools.cache
@@ -165,7 +166,7 @@ def _clenshaw(coefficients: tuple[float, ...], z: Tensor) -> Tensor:
 
 def _cosines(coefficients: tuple[float, ...], z: Tensor) -> Tensor:
     """By T_n(z) = cos(n·arccos z), in few launches; the copy does not wait for the device."""
-    table = torch.tensor([range(len(coefficients)), coefficients], dtype=z.dtype)
+    table = torch.tensor([range(len(coefficients)), coefficients], dtype=z.dtype, device="cpu")
     n, c = table.to(z.device, non_blocking=True)
     angle = z.clamp(-1, 1).acos()
     return (torch.cos(angle[..., None] * n) * c).sum(-1)

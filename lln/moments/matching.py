@@ -11,7 +11,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from lln.moments.curves import METHODS, constant_under_compile, curve
+from lln.moments.curves import METHODS, ON_CPU, constant_under_compile, curve
 from lln.moments.line import PAPER, MomentFit
 from lln.ops import triton
 from lln.ops.arguments import check_floating
@@ -146,7 +146,7 @@ def _match_in_one_launch(
 def _match_numbers(
     values: Mapping[str, float], head_dim: int, method: str | MomentFit, normalize_keys: bool
 ) -> tuple[float, float]:
-    tensors = {name: torch.tensor(x, dtype=torch.float64) for name, x in values.items()}
+    tensors = {name: torch.tensor(x, **ON_CPU) for name, x in values.items()}
     alpha, beta = _match(tensors, head_dim, method, normalize_keys)
     return alpha.item(), beta.item()
 

@@ -142,14 +142,26 @@ class LLNAttention(nn.Module):
             raise ValueError(CAUSAL_NEEDS_STORED_STATISTICS)
 
         def learned(*shape: int, wanted: bool) -> nn.Parameter | None:
-            return nn.Parameter(torch.zeros(shape, device=device, dtype=dtype)) if wanted else None
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if wanted else None
 
         self.mix_logit = learned(num_heads, wanted=mix == "learned")
         self.conv_weight = learned(self.num_kv_heads, conv, wanted=conv > 0)
-        if self.conv_weight is not None:
-            draw_filters_(self.conv_weight, conv)
         self.log_alpha = learned(num_heads, wanted=learn_scale)
         self.log_beta = learned(self.num_kv_heads, wanted=learn_scale)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Start again: what is learned, and the stored statistics.
+
+        Call it after ``to_empty`` if the module was made on the meta device.
+        """
+        self.statistics.reset_parameters()
+        for parameter in (self.mix_logit, self.log_alpha, self.log_beta):
+            if parameter is not None:
+                torch.nn.init.zeros_(parameter)
+        if self.conv_weight is not None:
+            draw_filters_(self.conv_weight, self.conv)
 
     def forward(
         self,

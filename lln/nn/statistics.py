@@ -117,6 +117,9 @@ class Statistics(nn.Module):
         """α and β for these queries and keys, without gradient."""
         raise NotImplementedError
 
+    def reset_parameters(self) -> None:
+        """Back to what was stored at construction."""
+
     def stored(self) -> tuple[Float[Tensor, " H"], Float[Tensor, " Hkv"]]:
         """α and β as evaluation uses them."""
         raise ValueError(NOTHING_STORED)
@@ -201,6 +204,11 @@ class RunningStatistics(Statistics):
         self.register_buffer("batches", torch.zeros((), dtype=torch.long, device=device))
         self.register_buffer("_used", ones.clone(), persistent=False)
 
+    def reset_parameters(self) -> None:
+        self.variances.fill_(1)
+        self.batches.zero_()
+        self._used.fill_(1)
+
     def forward(self, q, k, *, key_mask=None, query_mask=None, is_causal=False):
         if not self.training:
             alpha, beta = self.stored()
@@ -264,11 +272,17 @@ class FixedScales(Statistics):
         if (alpha is None) != (beta is None):
             raise ValueError(f"alpha={alpha}, beta={beta}: give both or neither")
         if alpha is None or beta is None:
-            alpha, beta = matching.scales(torch.ones(3, matching.num_kv_heads))
+            alpha, beta = matching.scales(torch.ones(3, matching.num_kv_heads, device="cpu"))
         alpha = _per_head("alpha", alpha, matching.num_heads)
         beta = _per_head("beta", beta, matching.num_kv_heads)
-        self.register_buffer("alpha", alpha.to(device))
-        self.register_buffer("beta", beta.to(device))
+        self.first = tuple(x if x.is_meta else x.cpu() for x in (alpha, beta))
+        device = torch.get_default_device() if device is None else device
+        self.register_buffer("alpha", alpha.to(device, copy=True))
+        self.register_buffer("beta", beta.to(device, copy=True))
+
+    def reset_parameters(self) -> None:
+        self.alpha.copy_(self.first[0])
+        self.beta.copy_(self.first[1])
 
     def forward(self, q, k, *, key_mask=None, query_mask=None, is_causal=False):
         return self.alpha[None], self.beta[None]
@@ -285,12 +299,13 @@ class FixedScales(Statistics):
 
 def _per_head(name: str, value: float | Sequence[float] | Tensor, heads: int) -> Tensor:
     """A float32 tensor ``[heads]``, checked."""
-    scale = torch.as_tensor(value, dtype=torch.float32).detach().clone()
+    given = value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+    scale = given.detach().to(torch.float32, copy=True)
     if scale.shape not in ((), (1,), (heads,)):
         raise ValueError(
             f"{name} has shape {list(scale.shape)}; give a number or one value per head, [{heads}]"
         )
-    if not bool(((scale >= 0) & scale.isfinite()).all()):
+    if not scale.is_meta and not bool(((scale >= 0) & scale.isfinite()).all()):
         raise ValueError(
             f"{name}={value} must be finite and not negative; take it from lln.match_moments, or "
             "leave both out and call calibrate_"
