@@ -25,6 +25,8 @@ from transformers.masking_utils import (
     causal_mask_function,
 )
 
+HIDDEN_BELOW = -1e4  # of masks that are added to scores: what hides a key, in any dtype
+
 
 def linear_mask(
     batch_size: int,
@@ -94,6 +96,27 @@ def read_mask(mask: Tensor | None, keys: int) -> Visible:
         return Visible(None, None)
     all_real = mask.shape[1] == 0 and keys > 0
     return Visible(None if all_real else mask.to(torch.bool), mask.dtype == torch.uint8)
+
+
+def one_row(mask: Tensor, queries: int) -> Tensor:
+    """``[B, M]`` from a mask ``[B, 1, 1, M]`` that all queries share; any other as it is.
+
+    Some models make it themselves, bool or with 0 where a key may be attended and a huge negative
+    number elsewhere. For a single query it says too little: a window looks the same.
+    """
+    if mask.dim() != 4 or mask.shape[1:3] != (1, 1) or queries == 1:
+        return mask
+    row = mask[:, 0, 0]
+    if row.dtype == torch.bool:
+        return row
+    if not _may_look(row) or not row.is_floating_point():
+        return mask
+    known = getattr(mask, "_lln_one_row", None)
+    if known is None:
+        seen = row == 0
+        known = seen if bool((seen | (row < HIDDEN_BELOW)).all()) else mask
+        mask._lln_one_row = known  # pyright: ignore[reportAttributeAccessIssue]
+    return known
 
 
 def starts_late(key_mask: Tensor) -> bool:

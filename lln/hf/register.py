@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lln import zoo
 from lln.hf import core as cores
 from lln.hf.core import LLNCore
-from lln.hf.masks import Visible, linear_mask, mixed_mask, read_mask
+from lln.hf.masks import Visible, linear_mask, mixed_mask, one_row, read_mask
 
 MIXED = "lln_mixed"  # models in which some layers keep softmax attention
 # Arguments of an attention call that change the scores in a way linear attention has no place for.
@@ -79,6 +79,8 @@ def attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, others
         )
     layer_name = _name(module, core)
+    if attention_mask is not None and not getattr(core, "causal", False):
+        attention_mask = one_row(attention_mask, query.shape[2])
     if attention_mask is not None and attention_mask.dim() != 2:
         shape = list(attention_mask.shape)
         raise ValueError(
@@ -86,7 +88,7 @@ def attention_forward(
             "linear attention can apply: a 4-D mask, packed sequences (position_ids "
             "that start again), a sliding or chunked window, a prefix, or a static cache. Pass a "
             "2-D padding mask, pad instead of packing, use the default cache, or keep softmax "
-            "there with lln.hf.replace(..., layers=...)"
+            'there with lln.hf.replace(..., layers="global"), which leaves windows alone'
         )
     for argument, meaning in REFUSED.items():
         if others.get(argument) is not None:

@@ -86,7 +86,7 @@ def replace(
     model: PreTrainedModel,
     attention: str = "lln_diag",
     *,
-    layers: Iterable[int] | None = None,
+    layers: Iterable[int] | str | None = None,
     max_length: int | None = None,
     quiet: bool = False,
     **options: Any,
@@ -101,7 +101,8 @@ def replace(
     Args:
         attention: A name of :func:`lln.list_mechanisms`.
         layers: Which, counted over the self-attention layers from 0 (negative: from the end); all
-            by default. Call again for other layers to mix mechanisms.
+            by default. "global": those without a sliding or chunked window, as in Gemma 3 and
+            ModernBERT. Call again for other layers to mix mechanisms.
         max_length: Longest input of mechanisms with weights of that size; from the config.
         quiet: Do not print the parameter counts.
         options: Those of the mechanism, see ``lln.describe(attention).defaults``. For LLN
@@ -125,7 +126,7 @@ def replace(
         )
     cores.check_options(attention, options)
     places = attention_modules(model)
-    chosen = _choose(layers, list(places))
+    chosen = _choose(_without_windows(places) if layers == "global" else layers, list(places))
     _own_config(model)
     before = sum(parameter.numel() for parameter in model.parameters())
     numbers = [number for number, _ in chosen]
@@ -171,8 +172,32 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _choose(layers: Iterable[int] | None, paths: list[str]) -> list[tuple[int, str]]:
+def _without_windows(places: dict[str, nn.Module]) -> list[int]:
+    """Numbers of the layers that see the whole input."""
+    found = [number for number, module in enumerate(places.values()) if not _window(module)]
+    if not found:
+        module = next(iter(places.values()))
+        raise ValueError(
+            f'layers="global": all {len(places)} attention layers have a window, '
+            f"{_window(module)!r}; set config.sliding_window = None before the model is made if "
+            "they are to see the whole input"
+        )
+    return found
+
+
+def _window(module: Any) -> Any:
+    """What a layer says of its window, in the words of its model; None without one."""
+    kinds, index = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds is not None and index is not None:
+        return None if kinds[index] == "full_attention" else kinds[index]
+    window = getattr(module, "sliding_window", None)
+    return window or getattr(module.config, "sliding_window", None)
+
+
+def _choose(layers: Iterable[int] | str | None, paths: list[str]) -> list[tuple[int, str]]:
     """Numbers and paths of the layers asked for."""
+    if isinstance(layers, str):
+        raise ValueError(f'layers={layers!r} is unknown; pass numbers, "global", or leave it out')
     numbers = range(len(paths)) if layers is None else layers
     chosen = {}
     for number in numbers:

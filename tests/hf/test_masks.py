@@ -83,6 +83,38 @@ def test_a_4d_mask_is_refused():
         model(text(2, 6), attention_mask=torch.ones(2, 1, 6, 6, dtype=torch.bool).tril())
 
 
+@pytest.mark.parametrize("kind", ["bool", "added", "added in half precision"])
+def test_a_4d_mask_that_all_queries_share_is_padding(kind):
+    """As LayoutLM makes it; what it is worth shows against the 2-D mask of the same model."""
+    model = make("roberta")
+    lln.hf.replace(model, "lln_diag", diag_block=4, quiet=True)
+    batch = padded(text(2, 12), 5, "right")
+    expected = model(**batch).logits
+    keys = batch["attention_mask"].bool()[:, None, None, :]
+    dtype = torch.float16 if "half" in kind else torch.float32
+    added = torch.zeros(keys.shape, dtype=dtype).masked_fill(~keys, torch.finfo(dtype).min)
+    wide = {**batch, "attention_mask": keys if kind == "bool" else added}
+    assert model(**wide).logits.equal(expected)
+    with pytest.raises(ValueError, match="mask per query-key pair"):
+        model(**{**batch, "attention_mask": torch.where(keys, 0.0, -3.0)})
+    decoder = make("llama")
+    lln.hf.replace(decoder, "lln", **CONSTANTS)
+    with pytest.raises(ValueError, match="mask per query-key pair"):
+        decoder(text(2, 6), attention_mask=torch.ones(2, 1, 1, 6, dtype=torch.bool))
+
+
+def test_only_layers_that_see_everything():
+    model = sliding(["full_attention", "sliding_attention"])
+    done = lln.hf.replace(model, "lln", layers="global", **CONSTANTS)
+    assert done.layers == [0] and model(text()).logits.isfinite().all()
+    done()
+    with pytest.raises(ValueError, match=r'layers="global": all 2 .*sliding_attention'):
+        lln.hf.replace(sliding(["sliding_attention"] * 2), "lln", layers="global", **CONSTANTS)
+    assert lln.hf.replace(make("llama"), "lln", layers="global", **CONSTANTS).layers == [0, 1]
+    with pytest.raises(ValueError, match="layers='local' is unknown; pass numbers, \"global\""):
+        lln.hf.replace(make("llama"), "lln", layers="local", **CONSTANTS)
+
+
 def test_a_static_cache_is_refused():
     model = make("llama")
     lln.hf.replace(model, "lln", **CONSTANTS)
