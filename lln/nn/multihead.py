@@ -117,6 +117,36 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
             dtype=dtype,
         )
 
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention, **options: Any) -> LLNMultiheadAttention:
+        """LLN between the projections of a torch module, whose parameters the new one shares.
+
+        Args:
+            options: Those of LLN, by name.
+
+        Example:
+            >>> encoder.layers[0].self_attn = LLNMultiheadAttention.from_torch(
+            ...     encoder.layers[0].self_attn, diag_block=64)
+        """
+        weight = module.out_proj.weight
+        new = cls(
+            module.embed_dim,
+            module.num_heads,
+            dropout=module.dropout,
+            bias=module.in_proj_bias is not None,
+            add_bias_kv=module.bias_k is not None,
+            add_zero_attn=module.add_zero_attn,
+            kdim=module.kdim,
+            vdim=module.vdim,
+            batch_first=module.batch_first,
+            device="meta",
+            **options,
+        )
+        new.attention.to_empty(device=weight.device).to(weight.dtype).reset_parameters()
+        new._parameters.update(module._parameters)
+        new.out_proj = module.out_proj
+        return new.train(module.training)
+
     def forward(
         self,
         query: Tensor,

@@ -352,3 +352,43 @@ def test_moves_dtype_and_device_like_any_module():
     assert layer.attention.log_alpha.dtype == torch.float64
     x = embeddings(5, 2, 8).double()
     assert layer(x, x, x)[0].dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"bias": False, "batch_first": True},
+        {"kdim": 24, "vdim": 12},
+        {"add_bias_kv": True, "add_zero_attn": True},
+        {"dtype": torch.float64},
+    ],
+    ids=str,
+)
+def test_from_torch_shares_the_weights(arguments):
+    theirs = nn.MultiheadAttention(32, 4, **arguments).eval()
+    ours = LLNMultiheadAttention.from_torch(theirs, method="entropy", learn_scale=True)
+    shared = dict(theirs.named_parameters())
+    assert all(ours.get_parameter(name) is parameter for name, parameter in shared.items())
+    assert not any(x.is_meta for x in (*ours.parameters(), *ours.buffers()))
+    assert not ours.training
+    fresh = LLNMultiheadAttention(32, 4, method="entropy", learn_scale=True, **arguments).eval()
+    fresh.load_state_dict(theirs.state_dict())
+    dtype = arguments.get("dtype", torch.float32)
+    x = [torch.randn(7, 2, size, dtype=dtype) for size in (32, theirs.kdim, theirs.vdim)]
+    assert ours(*x)[0].equal(fresh(*x)[0]) and repr(ours) == repr(fresh)
+
+
+def test_from_torch_in_a_finished_encoder():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x = torch.randn(2, 20, 32)
+    softmax = encoder(x)
+    options = {"diag_block": 8, "conv": 3, "mix": "learned", "statistics": "running"}
+    for name, module in list(encoder.named_modules()):
+        if isinstance(module, nn.MultiheadAttention):
+            encoder.set_submodule(name, LLNMultiheadAttention.from_torch(module, **options))
+    out = encoder(x)
+    assert out.isfinite().all() and not out.allclose(softmax)
+    encoder.train()(x).sum().backward()
+    assert all(p.grad is not None for p in encoder.parameters())
