@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from lln.experiments.data import listops
 from lln.experiments.data.shards import Recipe, generate
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +119,25 @@ def test_finished_data_are_read_and_changed_recipes_made_again(tmp_path):
     assert calls == []
     other = generate(Recipe("numbers", _count, 20, seed=1, shard=10), tmp_path, workers=1)
     assert not np.array_equal(other["tokens"], first)
+
+
+def test_a_plain_script_may_generate(tmp_path):
+    """Without the guard of ``__main__``: the processes do not run the script again."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from lln.experiments.data import listops\n"
+        "from lln.experiments.data.shards import Recipe, generate\n"
+        "print('once')\n"
+        "recipe = Recipe('few', listops.make, 20, shard=10)\n"
+        f"print(len(generate(recipe, Path({str(tmp_path)!r}), workers=2)['tokens']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=60,
+    )
+    assert done.stdout.split() == ["once", "20"], done.stderr

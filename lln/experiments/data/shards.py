@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -129,8 +131,20 @@ def _made(recipe: Recipe, folder: Path, numbers: list[int], workers: int | None)
         return
     # Started fresh: a fork of a process with threads and a GPU may hang.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        waiting = [pool.submit(_write, recipe, folder, number) for number in numbers]
+        with _main_left_out():
+            waiting = [pool.submit(_write, recipe, folder, number) for number in numbers]
         yield from (future.result() for future in as_completed(waiting))
+
+
+@contextmanager
+def _main_left_out() -> Iterator[None]:
+    """Processes started here do not import the caller's script, which need not expect that."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _write(recipe: Recipe, folder: Path, number: int) -> int:
