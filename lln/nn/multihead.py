@@ -121,6 +121,8 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
     def from_torch(cls, module: nn.MultiheadAttention, **options: Any) -> LLNMultiheadAttention:
         """LLN between the projections of a torch module, whose parameters the new one shares.
 
+        The filter of ``conv`` starts at zero, as what it would add to a trained model is noise.
+
         Args:
             options: Those of LLN, by name.
 
@@ -143,6 +145,8 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
             **options,
         )
         new.attention.to_empty(device=weight.device).to(weight.dtype).reset_parameters()
+        if new.attention.conv_weight is not None:
+            nn.init.zeros_(new.attention.conv_weight)
         new._parameters.update(module._parameters)
         new.out_proj = module.out_proj
         return new.train(module.training)

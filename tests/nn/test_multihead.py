@@ -390,5 +390,6 @@ def test_from_torch_in_a_finished_encoder():
             encoder.set_submodule(name, LLNMultiheadAttention.from_torch(module, **options))
     out = encoder(x)
     assert out.isfinite().all() and not out.allclose(softmax)
+    assert all(not p.any() for name, p in encoder.named_parameters() if "conv_weight" in name)
     encoder.train()(x).sum().backward()
     assert all(p.grad is not None for p in encoder.parameters())
