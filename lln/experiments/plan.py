@@ -96,7 +96,8 @@ class Job:
         own = {**self.spec}
         words = [own.pop(name, None) for name in ("recipe", "task", "attention")]
         options = own.pop("options", None) or {}
-        more = [*options.items(), ("seed", own.get("seed", 0))]
+        rate = [("learning_rate", own["learning_rate"])] if "learning_rate" in own else []
+        more = [*options.items(), *rate, ("seed", own.get("seed", 0))]
         rest = [f"{key}={value}" for key, value in more]
         if self.before is not None:
             words.append(f"after {self.before.label}")
@@ -129,6 +130,12 @@ class Repeated(Job):
     rivals: Sequence[Job] = ()
     choices: Sequence[Job] = ()
     decided: bool = False
+
+    @property
+    def label(self) -> str:
+        """Before it is decided, with what the first choice has."""
+        own = super().label
+        return own if self.decided else f"{own}, or another of {len(self.rivals)}"
 
     def is_decided(self) -> bool:
         if not self.decided and all(rival.state in FINISHED for rival in self.rivals):

@@ -202,6 +202,9 @@ def test_rates_of_one_mechanism_are_rivals(tmp_path, data):
         *(("softmax", 2), ("lln", 2)),
     ]
     assert later[1].rivals == [first[1], first[3]] and not later[1].is_decided()
+    assert len({each.label for each in planned}) == len(planned)
+    assert first[0].label.endswith("softmax learning_rate=0.001 seed=0")
+    assert later[0].label.endswith("learning_rate=0.001 seed=1, or another of 2")
     for each, loss in zip(first, [5.0, 3.0, 4.0, None], strict=True):
         (digest, seed), each.state = each.keys[0], "done"
         append_row(tmp_path / "out" / "mlm.jsonl", {"digest": digest, "seed": seed, "loss": loss})
