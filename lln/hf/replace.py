@@ -107,7 +107,8 @@ def replace(
         quiet: Do not print the parameter counts.
         options: Those of the mechanism, see ``lln.describe(attention).defaults``. For LLN
             ``statistics`` is "sample" in bidirectional layers and "fixed" in causal ones, which
-            :func:`lln.hf.calibrate` then sets, unless ``alpha`` and ``beta`` are given.
+            :func:`lln.hf.calibrate` then sets, unless ``alpha`` and ``beta`` are given. The filter
+            of ``conv`` starts at zero in a model that was loaded, as noise would only disturb it.
 
     Returns:
         A callable that undoes it, with the numbers of parameters before and after.
@@ -220,6 +221,8 @@ def _build(
     like: Tensor = next(module.parameters())
     if cores.is_core(entry):
         new = cores.build(attention, place, **options)
+        if model.name_or_path and getattr(new, "conv_weight", None) is not None:
+            nn.init.zeros_(new.conv_weight)  # pyright: ignore[reportArgumentType]
     else:
         new = cores.create(attention, place, module.config.hidden_size, **options)
         new.apply(model._init_weights)  # as the layers around it

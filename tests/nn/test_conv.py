@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 
 import lln
 import lln.hf
@@ -127,6 +128,25 @@ def test_everything_that_has_options_takes_it():
     for weight in weights:
         torch.nn.init.zeros_(weight)
     assert other(**padded(text(), 4, "right")).logits.equal(plain) and not plain.equal(before)
+
+
+@pytest.mark.parametrize("name", ["lln_diag", "softmax"])
+def test_a_model_that_was_loaded_starts_without_it(name, tmp_path):
+    model = make("roberta")
+    model.save_pretrained(tmp_path / "trained")
+    trained = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "trained")
+    for each in (model, trained):
+        lln.hf.replace(each, name, quiet=True, conv=3)
+    filters = [
+        [p for label, p in each.named_parameters() if label.endswith("conv_weight")]
+        for each in (model, trained)
+    ]
+    assert all(p.any() for p in filters[0]) and not any(p.any() for p in filters[1])
+    torch.nn.init.ones_(filters[1][0])
+    trained.save_pretrained(tmp_path / "tuned")
+    again = lln.hf.load(tmp_path / "tuned", transformers.AutoModelForMaskedLM)
+    kept = [p for label, p in again.named_parameters() if label.endswith("conv_weight")]
+    assert kept[0].equal(filters[1][0]) and kept[1].equal(filters[1][1])
 
 
 def test_padding_on_either_side_gives_the_same():
