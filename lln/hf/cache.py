@@ -14,7 +14,7 @@ from lln.functional import prefill
 from lln.hf.block import OpenBlock
 from lln.hf.core import LLNCore, attend
 from lln.ops.arguments import hide
-from lln.ops.convolution import convolve_next
+from lln.ops.convolution import convolve_next, last_values
 from lln.ops.state import State, summarize
 from lln.protocols import compute_dtype
 
@@ -39,7 +39,7 @@ class StateLayer(CacheLayerMixin):
         self.tokens = 0
         self.state: State | None = None
         self.block: OpenBlock | None = None
-        self.near: Tensor | None = None
+        self.last: Tensor | None = None
         self._new: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -95,8 +95,8 @@ class StateLayer(CacheLayerMixin):
             weight = 0.5 if core.mix_logit is None else core.mix_logit.to(wide).sigmoid()
             weight = torch.as_tensor(weight, dtype=wide, device=q.device).expand(q.shape[1])
             out = torch.lerp(local, out, weight[:, None, None])
-        if self.near is not None and core.conv_weight is not None:
-            near = convolve_next(hide(v, key_mask).to(wide), core.conv_weight, self.near)
+        if self.last is not None and core.conv_weight is not None:
+            near = convolve_next(hide(v, key_mask).to(wide), core.conv_weight, self.last)
             out = out + core.for_queries(near)
         return out.to(q.dtype)
 
@@ -111,9 +111,8 @@ class StateLayer(CacheLayerMixin):
             self.block = block.append(k, v, _mask(k, key_mask))
         if core.conv:
             nothing = v.new_zeros(*v.shape[:2], core.conv - 1, v.shape[3])
-            past = nothing if self.near is None else self.near
-            last = hide(v, key_mask)[:, :, max(0, v.shape[2] - core.conv + 1) :]
-            self.near = torch.cat([past[:, :, last.shape[2] :], last], 2)
+            past = nothing if self.last is None else self.last
+            self.last = last_values(hide(v, key_mask), past)
 
     def get_seq_length(self) -> int:
         """Tokens read so far."""
@@ -132,7 +131,7 @@ class StateLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Back to the start of a stream."""
         self.tokens, self.state, self.block = 0, None, None
-        self.near = self._new = None
+        self.last = self._new = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep the chosen beams."""
@@ -166,8 +165,8 @@ class StateLayer(CacheLayerMixin):
             self.state = State(*(change(part) for part in parts))
         if self.block is not None:
             self.block = self.block.map(change)
-        if self.near is not None:
-            self.near = change(self.near)
+        if self.last is not None:
+            self.last = change(self.last)
 
 
 def _mask(k: Tensor, key_mask: Tensor | None) -> Tensor:

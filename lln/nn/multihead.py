@@ -90,10 +90,10 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         # torch's encoder layers run their own softmax kernel in eval mode when this is True.
         self._qkv_same_embed_dim = False
         if (diag_block is not None or conv) and (add_bias_kv or add_zero_attn):
-            named = f"diag_block={diag_block}" if diag_block is not None else f"conv={conv}"
+            name, value = ("conv", conv) if diag_block is None else ("diag_block", diag_block)
             raise ValueError(
-                f"{named} counts positions, and the extra keys of add_bias_kv and add_zero_attn "
-                f"have none; use {named.split('=')[0]} without them"
+                f"{name}={value} counts positions, and the extra keys of add_bias_kv and "
+                f"add_zero_attn have none; use {name} without them"
             )
         self.attention = LLNAttention(
             num_heads,

@@ -58,10 +58,9 @@ def convolve_tokens(
         >>> convolve_tokens(v, weight, causal=True).flatten().tolist()
         [1.0, 2.0, 3.0, 3.0]
     """
-    before = weight.shape[1] - 1 if causal else weight.shape[1] // 2
     if _kernel_takes(v, weight):
-        return triton.convolution(v, weight, before)
-    return convolve_by_blocks(v, weight, before)
+        return triton.convolution(v, weight, causal=causal)
+    return convolve_by_blocks(v, weight, causal=causal)
 
 
 def convolve_next(
@@ -78,15 +77,23 @@ def convolve_next(
     return convolve_tokens(together, weight, causal=True)[:, :, past.shape[2] :]
 
 
+def last_values(
+    v: Float[Tensor, "B H N E"], past: Float[Tensor, "B H before E"]
+) -> Float[Tensor, "B H before E"]:
+    """The ``past`` of what follows v; of v no more than that is kept alive."""
+    new = v[:, :, max(0, v.shape[2] - past.shape[2]) :]
+    return torch.cat([past[:, :, new.shape[2] :], new], 2)
+
+
 def _kernel_takes(v: Tensor, weight: Tensor) -> bool:
     return weight.shape[1] <= MOST_TAPS and triton.refuses(Call("convolution", v, v, v)) is None
 
 
 def convolve_by_blocks(
-    v: Float[Tensor, "B H N E"], weight: Float[Tensor, "H K"], before: int | None = None
+    v: Float[Tensor, "B H N E"], weight: Float[Tensor, "H K"], *, causal: bool = False
 ) -> Float[Tensor, "B H N E"]:
     """:func:`convolve_tokens` in plain PyTorch, on any device; on a CPU some heads at a time."""
-    before = weight.shape[1] // 2 if before is None else before
+    before = weight.shape[1] - 1 if causal else weight.shape[1] // 2
     if exported_for_any(v.shape[2]):
         return _depthwise(v, weight.to(v.dtype), before)
     heads = _heads_at_a_time(v)

@@ -104,7 +104,10 @@ def _losses(chosen: Sequence[Row], slots: Mapping[str, int]) -> list[Panel]:
 
 def _near_the_end(panel: Panel) -> Panel:
     """Without what is far above the best end, which would press the rest together."""
-    highest = NEAR * min(curve.y[-1] for curve in panel.curves if curve.y)
+    ends = [curve.y[-1] for curve in panel.curves if curve.y]
+    if not ends:
+        return panel
+    highest = NEAR * min(ends)
     inside, far = [], []
     for curve in panel.curves:
         kept = [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y <= highest]

@@ -143,7 +143,7 @@ def test_the_state_does_not_grow(name):
         layer = out.past_key_values.layers[0]
         parts = [layer.state.log_mass, layer.state.mean]
         parts += [] if layer.block is None else [layer.block.k, layer.block.v, layer.block.valid]
-        parts += [] if layer.near is None else [layer.near]
+        parts += [] if layer.last is None else [layer.last]
         return sum(part.untyped_storage().nbytes() for part in parts)
 
     assert held(30) == held(5) > 0

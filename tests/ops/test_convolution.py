@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from lln.ops import convolution
-from lln.ops.convolution import band, convolve_next, convolve_tokens
+from lln.ops.convolution import band, convolve_next, convolve_tokens, last_values
 from tests.helpers import relative_error
 
 
@@ -40,7 +40,7 @@ def test_a_stream_in_pieces_is_the_same(taps, pieces):
     past, found = v.new_zeros(2, 3, taps - 1, 5), []
     for piece in v.split(pieces, dim=2):
         found.append(convolve_next(piece, weight, past))
-        past = torch.cat([past, piece], 2)[:, :, piece.shape[2] :]
+        past = last_values(piece, past)
     torch.testing.assert_close(torch.cat(found, 2), depthwise(v, weight.double(), causal=True))
 
 

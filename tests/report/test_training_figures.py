@@ -101,6 +101,14 @@ def test_figure_8a_shows_the_ends_of_curves_without_what_is_far_above():
     assert max(y for each in panel.curves for y in each.y) <= 4.5
 
 
+def test_figure_8a_without_an_evaluation_shows_what_there_is():
+    def unjudged(**changes):
+        return line([row for row in curve(4.0, 9) if row["kind"] == "train"], **changes)
+
+    panels = drawn("8a", [unjudged(), unjudged(attention="lln_diag")])
+    assert panels[0].title == "Training loss" and len(panels[0].curves) == 2
+
+
 def test_figure_8a_shows_longer_inputs_against_time():
     lines = [
         *(line(curve(4.0, 9), attention=name) for name in ("softmax", "lln_diag")),

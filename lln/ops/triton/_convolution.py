@@ -22,14 +22,10 @@ from lln.ops.triton.tiles import padded, split, tile
 
 
 def convolution(
-    v: Float[Tensor, "B H N E"], weight: Float[Tensor, "H K"], before: int | None = None
+    v: Float[Tensor, "B H N E"], weight: Float[Tensor, "H K"], *, causal: bool = False
 ) -> Float[Tensor, "B H N E"]:
-    """v convolved over its tokens: see :func:`lln.ops.convolution.convolve_tokens`.
-
-    Args:
-        before: Tokens of the filter before the one it is for; None for half of it.
-    """
-    return _convolution(v, weight, weight.shape[1] // 2 if before is None else before)
+    """v convolved over its tokens: see :func:`lln.ops.convolution.convolve_tokens`."""
+    return _convolution(v, weight, weight.shape[1] - 1 if causal else weight.shape[1] // 2)
 
 
 def _forward(v: Tensor, weight: Tensor, before: int) -> Tensor:
