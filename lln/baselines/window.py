@@ -19,10 +19,22 @@ def surroundings(x: Tensor, size: int, *, reach: int, dim: int = 2, value: float
     """For each run of ``size`` tokens the run and ``reach`` tokens on either side, along ``dim``.
 
     ``[..., N, D] -> [..., runs, reach + size + reach, D]``; ``value`` where there is no token.
+
+    Numerics: put together from shifted pieces. ``Tensor.unfold`` would say the same in a line, but
+    torch.compile gives its overlapping windows a wrong gradient (PyTorch issues 171370, 172064).
     """
-    rest = -x.shape[dim] % size
-    x = F.pad(x, [0, 0] * (x.dim() - dim - 1) + [reach, rest + reach], value=value)
-    return x.unfold(dim, size + 2 * reach, size).movedim(-1, dim + 1)
+    runs, width = -(-x.shape[dim] // size), size + 2 * reach
+    shifts = range(0, width, size)
+    tokens = shifts[-1] + runs * size
+    before_and_after = [reach, tokens - reach - x.shape[dim]]
+    x = F.pad(x, [0, 0] * (x.dim() - dim - 1) + before_and_after, value=value)
+    pieces = [
+        x.narrow(dim, shift, runs * size)
+        .unflatten(dim, (runs, size))
+        .narrow(dim + 1, 0, min(size, width - shift))
+        for shift in shifts
+    ]
+    return torch.cat(pieces, dim=dim + 1)
 
 
 def band(
