@@ -86,6 +86,20 @@ def test_an_unknown_block_is_named():
         readme.rewrite("<!-- measured: sped -->\n<!-- end -->", ROOT / "results")
 
 
+def test_figures_are_drawn_from_rows(tmp_path):
+    results = tmp_path / "results"
+    results.mkdir()
+    page = tmp_path / "README.md"
+    page.write_text("<!-- measured: figure_10a -->\nold\n<!-- end -->\n", encoding="utf-8")
+    readme.main(tmp_path)
+    assert readme.NOTHING_YET in page.read_text(encoding="utf-8") and not list(results.iterdir())
+    rows = (ROOT / "results" / "vit.jsonl").read_text(encoding="utf-8")
+    (results / "vit.jsonl").write_text(rows, encoding="utf-8")
+    readme.main(tmp_path)
+    assert "(results/figure_10a.svg)" in page.read_text(encoding="utf-8")
+    assert "<svg" in (results / "figure_10a.svg").read_text(encoding="utf-8")
+
+
 def test_without_rows_the_block_says_so(tmp_path):
     text = "<!-- measured: speed -->\nold\n<!-- end -->"
     assert "No rows" in readme.rewrite(text, tmp_path)

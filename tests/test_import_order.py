@@ -27,7 +27,7 @@ LAYERS: dict[str, set[str]] = {
     "models": {"zoo", "nn", "ops", "instruments", "protocols"},
     "hf": {"zoo", "nn", "functional", "moments", "ops", "instruments", "protocols"},
     "distributed": {"functional", "moments", "ops", "protocols"},
-    "report": set(),
+    "report": {"files"},
     "bench": {
         *("zoo", "models", "hf", "functional", "instruments"),
         *("ops", "moments", "report", "files"),

@@ -30,11 +30,11 @@ TASKS = {
     "cola": "CoLA",
     "stsb": "STS-B",
 }
-METRICS = (
-    "Per cent: accuracy (MNLI matched, QNLI, QQP, SST-2, RTE), mean of accuracy and F1 (MRPC), "
-    "Matthews correlation (CoLA), mean of Pearson and Spearman correlation (STS-B); "
-    "avg: of the tasks shown."
-)
+MEASURES = {
+    "mrpc": "mean of accuracy and F1",
+    "cola": "Matthews correlation",
+    "stsb": "mean of Pearson and Spearman correlation",
+}
 PROTOCOL = (
     "Where several learning rates of pre-training were tried, the one of the best validation loss "
     "counts. Learning rate and epoch of a fine-tuning were chosen on a part of train that was held "
@@ -69,19 +69,22 @@ def _table(scale: dict[str, Any], tuned: list[Row], trained: list[Row]) -> Table
     tuned = [row for row in tuned if _of_best_rate(row, rates)]
     by_mechanism = grouped(sorted(tuned, key=in_paper_order), _variant)
     pretrained = grouped(trained, _variant)
-    tasks = [task for task in TASKS if any(_task(row) == task for row in tuned) or task == "qnli"]
+    given = {_task(row) for row in tuned}
+    many = len(given) > 1  # else an average and what is missing say nothing
+    tasks = [task for task in TASKS if task in given or (many and task == "qnli")]
     found = [
-        _mechanism(name, own, pretrained.get((name, given), []), scale, tasks)
-        for (name, given), own in by_mechanism.items()
+        _mechanism(name, own, pretrained.get((name, text), []), scale, tasks)
+        for (name, text), own in by_mechanism.items()
     ]
     # what sums up a line stands first: on a narrow page the rest has to be scrolled to
-    columns = ["", "MLM loss", "avg", *(TASKS[task] for task in tasks), "parameters"]
+    average = ["avg"] if many else []
+    columns = ["", "MLM loss", *average, *(TASKS[task] for task in tasks), "parameters"]
     everything = [*tuned, *(row for rows in pretrained.values() for row in rows)]
     return Table(
         f"Table 1 at our scale: {_words(scale)}",
         columns,
         [line for line, _ in found],
-        [METRICS, PROTOCOL, *_data_notes(tuned), origin_text(everything)],
+        [_measures(tasks), PROTOCOL, *_data_notes(tuned, tasks), origin_text(everything)],
         [record for _, record in found],
     )
 
@@ -118,7 +121,7 @@ def _mechanism(
     line = [
         name,
         "–" if loss is None else loss.text(3),
-        "–" if average is None else f"{100 * average:.1f}",
+        *(["–" if average is None else f"{100 * average:.1f}"] if len(tasks) > 1 else []),
         *(_percent(known.get(task)) for task in tasks),
         "–" if parameters is None else f"{parameters / 1e6:.1f}M",
     ]
@@ -167,13 +170,25 @@ def _words(scale: dict[str, Any]) -> str:
     )
 
 
-def _data_notes(tuned: list[Row]) -> list[str]:
+def _measures(tasks: Sequence[str]) -> str:
+    """What the numbers of these tasks are."""
+    plain = ", ".join(
+        f"{TASKS[task]} matched" if task == "mnli" else TASKS[task]
+        for task in tasks
+        if task not in MEASURES
+    )
+    others = [f"{MEASURES[task]} ({TASKS[task]})" for task in tasks if task in MEASURES]
+    text = ", ".join([*([f"accuracy ({plain})"] if plain else []), *others])
+    return f"Per cent: {text}{'; avg: of the tasks shown' if len(tasks) > 1 else ''}."
+
+
+def _data_notes(tuned: list[Row], tasks: Sequence[str]) -> list[str]:
     """What is special about the data of each task, and why one is missing."""
     special = sorted(
         {row["configuration"]["data"] for row in tuned}, key=lambda text: text.split(":")[0]
     )
     notes = [text + "." for text in special if text.split(": ", 1)[-1] != "complete"]
     notes = [note for note in notes if not note.startswith("official")]
-    if not any(_task(row) == "qnli" for row in tuned):
+    if "qnli" in tasks and not any(_task(row) == "qnli" for row in tuned):
         notes.append("QNLI: –, because the data folder has no training split of it.")
     return notes

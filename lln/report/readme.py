@@ -14,9 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lln.report import panels, tables, training_figures
+from lln.files import write_text
+from lln.report import panels, run_figures, tables, training_figures
 from lln.report.numbers import three_digits
-from lln.report.results import read_curves
+from lln.report.panels import Panel
+from lln.report.results import read, read_curves
 
 Row = Mapping[str, Any]
 
@@ -209,22 +211,31 @@ def _markdown(found: Sequence[tables.Table]) -> str:
     return "\n\n".join(table.markdown() for table in found) or NOTHING_YET
 
 
-def losses(results: Path) -> str:
-    """The drawing of Fig. 8a that :func:`main` has made."""
-    drawing = results / LOSSES
-    if not drawing.exists():
-        return NOTHING_YET
-    return f"![Loss of pre-training against updates and against time]({results.name}/{LOSSES})"
+def drawing(name: str, results: Path) -> str:
+    """The drawing of a figure that :func:`main` has made."""
+    path = results / f"{name}.svg"
+    return f"![{DRAWINGS[name][0]}]({results.name}/{path.name})" if path.exists() else NOTHING_YET
+
+
+def _of_runs(number: str, results: Path) -> list[Panel]:
+    return run_figures.FIGURES[number].panels(read(results))
 
 
 NOTHING_YET = "*No rows in `results/` yet.*"
-LOSSES = "figure_8a.svg"
+DRAWINGS: Mapping[str, tuple[str, Callable[[Path], list[Panel]]]] = {
+    "figure_8a": (
+        "Loss of pre-training against updates and against time",
+        lambda results: training_figures.losses(read_curves(results)),
+    ),
+    "figure_9": ("α and β of every layer while the ViT trains", partial(_of_runs, "9")),
+    "figure_10a": ("Accuracy of the ViT against fixed α = β", partial(_of_runs, "10a")),
+}
 Blocks = Mapping[str, Callable[[Path], str]]
 BLOCKS: Blocks = {
     "speed": speed,
     "gpu": gpu,
     "concentration": concentration,
-    "losses": losses,
+    **{name: partial(drawing, name) for name in DRAWINGS},
     **{f"table_{number}": partial(paper_table, number) for number in tables.TABLES},
     "table_pretraining": pretraining,
 }
@@ -244,12 +255,12 @@ def rewrite(text: str, results: Path, blocks: Blocks = BLOCKS) -> str:
 
 def main(root: Path) -> None:
     """Rewrite ``root/README.md`` from ``root/results``, and draw what it shows."""
-    curves = training_figures.losses(read_curves(root / "results"))
-    if curves:
-        drawn = panels.as_files("figure_8a", curves)["svg"]
-        (root / "results" / LOSSES).write_bytes(drawn)
-    readme = root / "README.md"
-    readme.write_text(rewrite(readme.read_text("utf-8"), root / "results"), encoding="utf-8")
+    results, readme = root / "results", root / "README.md"
+    for name, (_, figure) in DRAWINGS.items():
+        drawn = figure(results)
+        if drawn:
+            write_text(results / f"{name}.svg", panels.as_files(name, drawn)["svg"].decode())
+    write_text(readme, rewrite(readme.read_text("utf-8"), results))
 
 
 if __name__ == "__main__":

@@ -38,11 +38,15 @@ COLUMNS = (
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """One for each model, number of steps and data set; runs for Fig. 10 are left out."""
+    """One for each model, number of steps and data set that mechanisms can be compared in.
+
+    Runs for Fig. 10 are left out, and what has one line only, unless there is nothing else.
+    """
     own = [row for row in rows if row["subject"] == "vit" and not is_fixed(row)]
     own = [row for row in own if row["configuration"]["recipe"] != "deit-tiny"]
     scales = grouped(own, lambda row: tuple(map(row["configuration"].get, SCALE)))
-    return [_table(found) for _, found in sorted(scales.items(), key=lambda item: -len(item[1]))]
+    found = [_table(same) for same in sorted(scales.values(), key=len, reverse=True)]
+    return [table for table in found if len(table.lines) > 1] or found
 
 
 def _table(rows: list[Row]) -> Table:

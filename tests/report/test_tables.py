@@ -96,6 +96,8 @@ def test_table_1_has_scores_with_errors_averages_and_the_reason_of_gaps(tmp_path
     assert cells["Softmax"]["QNLI"] == "–" and any("QNLI: –, because" in n for n in large.notes)
     assert "262M tokens of wiki2015; not the paper's setting" in large.title
     assert "MNLI: a small part." in large.notes and "× 256" in small.title
+    assert list(small.columns) == ["", "MLM loss", "SST-2", "parameters"]  # one task: no average
+    assert small.notes[0] == "Per cent: accuracy (SST-2)." and "avg: of" in large.notes[0]
     assert any(n == "A GPU, torch 2.11, commit abc123, 2026-11-15, seeds 0, 1" for n in large.notes)
 
 

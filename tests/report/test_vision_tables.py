@@ -43,6 +43,14 @@ def test_table_3(tmp_path):
     assert table.records[0]["seeds"] == [0, 1, 2]
 
 
+def test_table_3_leaves_out_a_line_that_has_nothing_beside_it(tmp_path):
+    alone = vit("lln", 0.8, steps=2000)  # what Fig. 10a compares its fixed scales with
+    (table,) = make("3", tmp_path, [alone])
+    assert [line[0] for line in table.lines] == ["LLN"]
+    (table,) = make("3", tmp_path, [alone, vit("softmax", 0.8), vit("lln_diag", 0.8)])
+    assert [line[0] for line in table.lines] == ["Softmax", "LLN+Diag"]
+
+
 def test_table_3_of_other_images_has_no_numbers_of_the_paper(tmp_path):
     (table,) = make("3", tmp_path, [vit("softmax", 0.9, classes=["0", "1"], data="digits")])
     assert cells(table, "Softmax")["paper, %"] == ""
