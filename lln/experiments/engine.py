@@ -81,7 +81,7 @@ class Engine:
 
     Attributes:
         model: As the task built it; its parameters are the ones that are trained.
-        sums: float64 ``[3]`` on the device: losses, terms and non-finite batches since last read.
+        sums: float64 ``[3]`` on the device: losses, terms and updates left out since last read.
         norm: Of the last gradient, before clipping.
         untimed: First updates, which compile, allocate and record.
     """
@@ -191,10 +191,26 @@ class Engine:
         self.scaler.unscale_(self.optimizer)
         limit = self.config.clip or float("inf")
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        self._step(_whole(norm))
         self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def _step(self, norm: Tensor) -> None:
+        """Change the weights, unless the gradient is not finite: one such would be the end of all.
+
+        A GPU is not waited for: the fused optimizer looks for itself, as it does for GradScaler.
+        """
+        broken = ~torch.isfinite(norm)
+        self.sums[2] += broken / self.world
+        if self.scaler.is_enabled():
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        elif self.optimizer.defaults["fused"]:
+            # read by each step, so it may stay there
+            self.optimizer.found_inf = broken.float()  # pyright: ignore[reportAttributeAccessIssue]
+            self.optimizer.step()
+        elif not broken:
+            self.optimizer.step()
 
     def _rows(self, step: int, turn: int) -> dict[str, Tensor]:
         own = self.config.batch_size // self.world
@@ -204,9 +220,8 @@ class Engine:
         return {name: x.to(self.device, non_blocking=True) for name, x in batch.items()}
 
     def _note(self, total: Tensor, terms: Tensor) -> None:
-        finite = torch.isfinite(total)
         both = torch.stack([total.double(), terms.double()])
-        self.sums += torch.cat([torch.where(finite, both, 0), ~finite[None]])
+        self.sums[:2] += torch.where(torch.isfinite(total), both, 0)
 
     def _over_ranks(self, value: Tensor) -> Tensor:
         value = value.to(torch.float64)

@@ -31,6 +31,8 @@ from lln.experiments.task import Summary, Task
 from lln.experiments.turn import wait_for_turn
 from lln.instruments.monitor import DEFAULT_MEASURES, monitor
 
+HOPELESS = 100  # updates in a row that had to be left out
+
 
 def train(
     task: Task,
@@ -91,6 +93,7 @@ class _Run:
         self.metrics: dict[str, float] = {}
         self.loss: float | None = None
         self.diverged = self.stopped = False
+        self.stuck = 0  # updates in a row whose gradient was not finite
         self.seconds = self.first_seconds = self.waited = 0.0
         self.has_turn = False
         self.counted, self.untimed = 0, engine.untimed  # updates `seconds` is about, and not
@@ -185,14 +188,16 @@ class _Run:
             "loss_scale": self.engine.scaler.get_scale()
             if self.engine.scaler.is_enabled()
             else None,
-            "skipped": int(broken),
+            "skipped": round(broken),
             "tokens": self.step * self.config.batch_size * self.task.tokens,
             "seconds": round(self.seconds, 3),
         }
         if self.log is not None:
             self.log.curve(row)
         self.progress.train(row, self._tokens_per_second())
-        if not terms:
+        updates = (self.step - 1) % self.config.log_every + 1
+        self.stuck = self.stuck + updates if round(broken) >= updates else 0
+        if self.stuck >= HOPELESS:
             self.diverged = self.stopped = True
 
     def _measure(self, split: str) -> dict[str, float]:
@@ -236,6 +241,8 @@ class _Run:
             "best": self.best,
             "since_best": self.since_best,
             "stopped": self.stopped,
+            "diverged": self.diverged,
+            "stuck": self.stuck,
             "loss": None if self.loss is None or not math.isfinite(self.loss) else self.loss,
             "seconds": self.seconds,
             "first_seconds": self.first_seconds,
@@ -271,6 +278,7 @@ class _Run:
         self.best = None if state["best"] is None else tuple(state["best"])
         self.since_best, self.loss = state["since_best"], state["loss"]
         self.stopped = state["stopped"]
+        self.diverged, self.stuck = state.get("diverged", False), state.get("stuck", 0)
         self.seconds, self.counted = state["seconds"], state["counted"]
         self.first_seconds = state["first_seconds"]
 

@@ -62,7 +62,7 @@ class Pretrained:
         return config.max_position_embeddings - config.pad_token_id - 1
 
     def classifier(self, classes: int, seed: int, *, dropout: float = 0.0) -> nn.Module:
-        """The body with a new head for ``classes``."""
+        """The body with a new head for ``classes``; weights that are not finite are refused."""
         from transformers import AutoModelForSequenceClassification
 
         from lln import hf
@@ -77,7 +77,14 @@ class Pretrained:
         if "lln_gated" in self._config():
             load = _load_gated
         with _quiet(), seeded(seed, "head"):
-            return load(self.folder, num_labels=classes, hidden_dropout_prob=dropout)
+            model = load(self.folder, num_labels=classes, hidden_dropout_prob=dropout)
+        for name, value in model.state_dict().items():
+            if not torch.isfinite(value).all():
+                raise ValueError(
+                    f"{self.folder} has weights that are not finite, {name} to begin with: its "
+                    "training diverged; train it again with a smaller learning rate"
+                )
+        return model
 
     def tokenizer(self) -> Any:
         from tokenizers import Tokenizer

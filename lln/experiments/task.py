@@ -71,7 +71,7 @@ class Summary:
         seconds: Of training; evaluation, checkpoints and the first updates (compilation) not
             counted, the latter being ``first_seconds``.
         waited_seconds: For the turn of this run in a sweep; part of nothing else.
-        diverged: Whether it was given up because losses were NaN or infinite.
+        diverged: Whether it was given up because gradients were NaN or infinite, one after another.
         model: Trained, on its device, in evaluation mode.
     """
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lln import data
 from lln.experiments import mlm
@@ -69,6 +71,34 @@ def test_half_precision_has_its_loss_scale(place, tmp_path):
     half = run(place, tmp_path / "fp16", precision="fp16", graph=True)
     close(half, exact, 1e-2)
     assert all(row["loss_scale"] >= 1 for row in half if row["kind"] == "train")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("graph", [False, True])
+def test_an_update_without_a_finite_gradient_is_left_out(
+    place, tmp_path, monkeypatch, precision, graph
+):
+    """Also by a recorded update, which cannot ask."""
+    batch, loss = mlm.MLM.batch, mlm.MLM.loss
+
+    def with_factor(self, step, rows):
+        factor = math.nan if step in (1, 8, 9) else 1.0
+        return {**batch(self, step, rows), "factor": torch.tensor(factor)}
+
+    def times_factor(self, model, given):
+        given = dict(given)
+        factor = given.pop("factor")
+        total, terms = loss(self, model, given)
+        return total * factor, terms
+
+    monkeypatch.setattr(mlm.MLM, "batch", with_factor)
+    monkeypatch.setattr(mlm.MLM, "loss", times_factor)
+    rows = run(place, tmp_path, precision=precision, graph=graph)
+    trained = [row for row in rows if row["kind"] == "train"]
+    assert [row["skipped"] for row in trained] == [1, 0, 0, 0, 2, 0]
+    assert trained[4]["loss"] is None and math.isfinite(rows[-1]["loss"])
+    weights = load_file(tmp_path / "last" / "model.safetensors")
+    assert all(value.isfinite().all() for value in weights.values())
 
 
 def test_products_are_exact_again_after_a_run_of_half_precision(place, tmp_path):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
+import re
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import Dropout
 
 from lln.experiments import glue, metrics
@@ -57,6 +60,21 @@ def test_a_row_says_what_was_chosen_and_from_what(places, tmp_path):
     assert used["pretraining"] == pretrained.identity
     assert row["digest"] == glue.digest(config, pretrained, used["data"])
     assert (tmp_path / "run" / "rate-0.003" / "curve.jsonl").exists()
+
+
+@pytest.mark.parametrize("attention", ["lln_diag", "flash"])
+def test_weights_of_a_run_that_diverged_are_refused(places, tmp_path, attention):
+    data, runs = places
+    broken = tmp_path / "broken"
+    shutil.copytree(Pretrained.find(runs[attention]).folder.resolve(), broken)
+    weights = load_file(broken / "model.safetensors")
+    name = next(name for name in weights if "layer.0." in name and name.endswith(".weight"))
+    weights[name].view(-1)[0] = torch.nan
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    results = tmp_path / "glue.jsonl"
+    with pytest.raises(ValueError, match=rf"not finite, \S*{re.escape(name)} to begin"):
+        glue.run(glue.recipe("sst2", **QUICK), broken, data_folder=data, results=results)
+    assert not results.exists()
 
 
 def test_the_weights_of_the_best_evaluation_are_reported(places, monkeypatch):

@@ -97,9 +97,66 @@ def test_a_run_that_breaks_is_given_up(tmp_path):
             return total * math.nan, terms
 
     summary = run(tmp_path, steps=400, task=Broken)
-    assert summary.diverged and summary.steps == 2
+    assert summary.diverged and summary.steps == 100
     rows = read_rows(tmp_path / "curve.jsonl")
-    assert [row["loss"] for row in rows if row["kind"] == "train"] == [None]
+    assert [row["loss"] for row in rows if row["kind"] == "train"] == [None] * 50
+    assert run(tmp_path, steps=400, task=Broken).diverged  # asked again, it still is
+
+
+class Sometimes(Toy):
+    """Gradients that are not finite at some steps, from a loss that always is."""
+
+    steps = frozenset({2, 3, 8})
+
+    def batch(self, step, rows):
+        return {**super().batch(step, rows), "bad": torch.tensor(step in self.steps)}
+
+    def loss(self, model, batch):
+        total, terms = super().loss(model, batch)
+        if batch.get("bad"):
+            total = total + torch.sqrt(0 * next(model.parameters())).sum()  # 0, its gradient is not
+        return total, terms
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_an_update_without_a_finite_gradient_is_left_out(tmp_path, precision):
+    summary = run(tmp_path, task=Sometimes, precision=precision)
+    rows = [row for row in read_rows(tmp_path / "curve.jsonl") if row["kind"] == "train"]
+    assert [row["skipped"] for row in rows] == [0, 2, 0, 0, 1, 0]
+    assert math.isfinite(summary.metrics["loss"]) and not summary.diverged
+    assert all(value.isfinite().all() for value in weights(tmp_path).values())
+
+
+def test_what_is_left_out_changes_nothing(tmp_path):
+    class Never(Sometimes):
+        steps = frozenset(range(2, 12))
+
+    run(tmp_path / "two", steps=2, task=Toy, warmup=0, schedule="constant")
+    run(tmp_path / "left", steps=12, task=Never, warmup=0, schedule="constant")
+    two, left = weights(tmp_path / "two"), weights(tmp_path / "left")
+    assert all(torch.equal(two[name], left[name]) for name in two)
+
+
+def test_the_fused_optimizer_leaves_out_what_it_is_told_to():
+    """What updates on a GPU rely on; torch has it on a CPU, too."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    for gradient, broken in ((1.0, 0.0), (math.nan, 1.0), (1.0, 0.0)):
+        weight.grad = torch.full((3,), gradient)
+        optimizer.found_inf = torch.tensor(broken)
+        before = weight.detach().clone()
+        optimizer.step()
+        assert torch.equal(weight, before) == bool(broken) and weight.isfinite().all()
+    assert optimizer.state[weight]["step"] == 2
+
+
+def test_a_run_whose_gradients_stay_broken_is_given_up(tmp_path, monkeypatch):
+    class Never(Sometimes):
+        steps = frozenset(range(6, 400))
+
+    monkeypatch.setattr("lln.experiments.loop.HOPELESS", 10)
+    summary = run(tmp_path, steps=400, task=Never)
+    assert summary.diverged and summary.steps == 16 and math.isfinite(summary.metrics["loss"])
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
