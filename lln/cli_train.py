@@ -296,6 +296,9 @@ def sweep(
     scratch: Annotated[
         Path, typer.Option(help="Folder of checkpoints, emptied as rows are finished.")
     ] = Path("runs/sweep"),
+    tell: Annotated[
+        bool, typer.Option("--list", help="Say what is done and what is to run; run nothing.")
+    ] = False,
 ) -> None:
     """Run lists of configurations, in this order; those that have their row are skipped.
 
@@ -312,6 +315,9 @@ def sweep(
             own = plan(content, data=data, out=out, scratch=scratch)
             typer.echo(f"{len(own)} runs in {file}")
             planned += own
+        if tell:
+            Sweep(planned, say=typer.echo).tell()
+            return
         with _ended_as_a_whole():
             outcome = Sweep(planned, slots=jobs, minutes=minutes, say=typer.echo).run()
         counts = {name: len(labels) for name, labels in vars(outcome).items()}

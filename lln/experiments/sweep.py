@@ -70,6 +70,18 @@ class Sweep:
         self.processes: list[_Process] = []
         self.late: set[str] = set()
 
+    def tell(self) -> list[Job]:
+        """Say what has its rows and what would be run; the latter, which is not run."""
+        self._skip()
+        waiting = [job for job in self.jobs if job.state == "waiting"]
+        for job in self.jobs:
+            if job.before is None:
+                after = [other for other in job.after if other in waiting and not other.has_rows()]
+                more = f", then {len(after)} of {len(job.after)} that follow" if after else ""
+                self.say(f"{'to run' if job in waiting else 'done':8}{job.label}{more}")
+        self.say(f"{len(self.jobs) - len(waiting)} done, {len(waiting)} to run")
+        return waiting
+
     def run(self) -> Outcome:
         """Until all is done, has failed, or the time is up."""
         skipped = self._skip()

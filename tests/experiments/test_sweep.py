@@ -124,6 +124,17 @@ def test_runs_that_have_their_row_are_skipped(tmp_path):
     assert [row["digest"] for row in read_rows(tmp_path / "fake.jsonl")] == ["a", "b", "c"]
 
 
+def test_a_list_says_what_is_done_and_runs_nothing(tmp_path):
+    run([job(tmp_path, "a")])
+    first = job(tmp_path, "first")
+    others = [job(tmp_path, name, before=first) for name in ("rte", "cola")]
+    said = []
+    left = Sweep([job(tmp_path, "a"), first, *others], say=said.append).tell()
+    assert [line.split()[:2] for line in said[:2]] == [["done", "fake"], ["to", "run"]]
+    assert said[1].endswith("then 2 of 2 that follow") and said[2:] == ["1 done, 3 to run"]
+    assert left == [first, *others] and len(read_rows(tmp_path / "fake.jsonl")) == 1
+
+
 def test_what_follows_runs_after_it_and_the_folder_is_removed(tmp_path):
     first = job(tmp_path, "first")
     others = [job(tmp_path, name, before=first) for name in ("rte", "cola")]
@@ -326,6 +337,8 @@ def test_the_commands_run_what_they_are_asked(tmp_path, data):
     both = [str(tmp_path / name) for name in ("one.json", "two.json")]
     pool = runner.invoke(app, ["sweep", *both, "--data", str(data), *places])
     assert pool.exit_code == 0 and "0 done, 2 skipped" in pool.output, pool.output
+    listed = runner.invoke(app, ["sweep", *both, "--data", str(data), *places, "--list"])
+    assert listed.exit_code == 0 and listed.output.endswith("2 done, 0 to run\n"), listed.output
     (tmp_path / "bad.json").write_text("{")
     bad = runner.invoke(app, ["sweep", str(tmp_path / "bad.json")])
     assert bad.exit_code == 1 and "is not a sweep" in str(bad.output) + str(bad.exception)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lln import moments
-from lln.nn import LLNAttention
+from lln.nn import RECOMMENDED, LLNAttention
 from lln.ops import reference
 from tests.nn.inputs import padding, qkv
 
@@ -300,3 +300,30 @@ def test_compiles_to_one_graph(options):
         torch.testing.assert_close(state[f"_orig_mod.{name}"], value)
     core.eval(), compiled.eval()
     torch.testing.assert_close(compiled(q, k, v, valid, valid), core(q, k, v, valid, valid))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+@pytest.mark.parametrize(
+    "options",
+    [
+        RECOMMENDED,
+        {"diag_block": 32, "conv": 33, "normalize_keys": True, "learn_scale": True},
+        {"causal": True, "diag_block": 32, "conv": 33, "alpha": 2.0, "beta": 2.0},
+    ],
+)
+def test_generated_code_has_the_gradients(options):
+    """More tokens than a block and a filter: windows of neighbours are where compilers err."""
+    fixed = {"statistics": "fixed"} if "alpha" in options else {}
+    core = LLNAttention(2, 16, **options, **fixed)
+    torch.nn.init.normal_(core.conv_weight)
+    inputs = [x.requires_grad_() for x in qkv(2, 2, 200, 16)]
+    torch._dynamo.reset()
+    found = []
+    for run in (torch.compile(core), core):
+        out = run(*inputs)
+        weights = torch.linspace(-1, 1, out.numel()).view_as(out)
+        wanted = [*inputs, *core.parameters()]
+        found.append([out.detach(), *torch.autograd.grad((weights * out).sum(), wanted)])
+    for compiled, eager in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5 * float(eager.norm()))
