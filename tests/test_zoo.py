@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import warnings
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lln
 from lln.protocols import Mechanism
+from tests.baselines.generated import check_generated_code
 from tests.baselines.small import DIM, HEADS, SMALL, heads, make, padded
 
 NAMES = [
@@ -337,26 +337,8 @@ def test_compiles_in_one_graph(name):
 @pytest.mark.slow
 @every_mechanism
 def test_compiles(name):
-    """Code generation included, forward and every gradient, of scores that are not all alike."""
-    wide = {"window": 32} if "window" in SMALL.get(name, {}) else {}
-    module = make(name, **wide)
-    x, mask = padded(100)
-    torch.compiler.reset()
-    found = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own, e.g. about complex numbers in TNN
-        for run in (torch.compile(module), module):
-            leaf = (3 * x).requires_grad_()
-            out = run(leaf, mask)
-            weights = torch.linspace(-1, 1, out.numel()).view_as(out)
-            wanted = {"x": leaf, **dict(module.named_parameters())}
-            gradients = torch.autograd.grad((weights * out).sum(), wanted.values())
-            found.append({"out": out.detach(), **dict(zip(wanted, gradients, strict=True))})
-    compiled, eager = found
-    largest = max(gradient.norm() for gradient in eager.values())
-    for what, exact in eager.items():
-        error = (compiled[what] - exact).norm() / (exact.norm() + 1e-4 * largest)
-        assert error < 1e-3, f"{what}: {error:.1e}"
+    """Code generation included, forward and backward."""
+    check_generated_code(name, "cpu")
 
 
 def test_what_is_recommended_is_what_was_measured():

@@ -1,4 +1,4 @@
-"""The zoo on a GPU: the same numbers as on the CPU, and training in bfloat16 stays finite."""
+"""The zoo on a GPU: the same numbers as on the CPU, compiled too, and finite in half precision."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 
 import lln
 from lln.bench import layers
+from tests.baselines.generated import check_generated_code
 from tests.baselines.small import make, padded
 
 pytestmark = pytest.mark.gpu
@@ -16,6 +17,11 @@ pytestmark = pytest.mark.gpu
 def test_cuda_equals_cpu(name):
     cases = layers.layer_cases(device="cuda", quick=True, names=[name])
     assert layers.check(cases) == len({case.impl for case in cases})
+
+
+@pytest.mark.parametrize("name", lln.list_mechanisms())
+def test_generated_code_has_the_gradients(name):
+    check_generated_code(name, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
