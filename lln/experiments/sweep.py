@@ -72,7 +72,7 @@ class Sweep:
 
     def tell(self) -> list[Job]:
         """Say what has its rows and what would be run; the latter, which is not run."""
-        self._skip()
+        self._skip(tidy=False)
         waiting = [job for job in self.jobs if job.state == "waiting"]
         for job in self.jobs:
             if job.before is None:
@@ -105,14 +105,15 @@ class Sweep:
         }
         return Outcome(states["done"], skipped, states["failed"], states["waiting"])
 
-    def _skip(self) -> list[str]:
+    def _skip(self, *, tidy: bool = True) -> list[str]:
         """Jobs that have their rows; a pre-training only if all that follows has, too."""
         skipped = []
         for job in self.jobs:
             if job.has_rows() and all(follower.has_rows() for follower in job.after):
                 job.state = "skipped"
                 skipped.append(job.label)
-                self._tidy(job)
+                if tidy:
+                    self._tidy(job)
         return skipped
 
     def _left(self) -> float | None:

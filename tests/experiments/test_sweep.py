@@ -128,11 +128,13 @@ def test_a_list_says_what_is_done_and_runs_nothing(tmp_path):
     run([job(tmp_path, "a")])
     first = job(tmp_path, "first")
     others = [job(tmp_path, name, before=first) for name in ("rte", "cola")]
-    said = []
-    left = Sweep([job(tmp_path, "a"), first, *others], say=said.append).tell()
+    said, done = [], job(tmp_path, "a")
+    done.place.folder.mkdir(parents=True)  # what another sweep may be at
+    left = Sweep([done, first, *others], say=said.append).tell()
     assert [line.split()[:2] for line in said[:2]] == [["done", "fake"], ["to", "run"]]
     assert said[1].endswith("then 2 of 2 that follow") and said[2:] == ["1 done, 3 to run"]
     assert left == [first, *others] and len(read_rows(tmp_path / "fake.jsonl")) == 1
+    assert done.place.folder.exists()
 
 
 def test_what_follows_runs_after_it_and_the_folder_is_removed(tmp_path):
