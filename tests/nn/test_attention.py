@@ -308,7 +308,6 @@ def test_compiles_to_one_graph(options):
     "options",
     [
         RECOMMENDED,
-        {"diag_block": 32, "conv": 33, "normalize_keys": True, "learn_scale": True},
         {"causal": True, "diag_block": 32, "conv": 33, "alpha": 2.0, "beta": 2.0},
     ],
 )
