@@ -70,14 +70,14 @@ def _table(scale: dict[str, Any], tuned: list[Row], trained: list[Row]) -> Table
     by_mechanism = grouped(sorted(tuned, key=in_paper_order), _variant)
     pretrained = grouped(trained, _variant)
     given = {_task(row) for row in tuned}
-    many = len(given) > 1  # else an average and what is missing say nothing
-    tasks = [task for task in TASKS if task in given or (many and task == "qnli")]
+    # of a single task an average, and what is missing, would say nothing
+    tasks = [task for task in TASKS if task in given or (len(given) > 1 and task == "qnli")]
     found = [
         _mechanism(name, own, pretrained.get((name, text), []), scale, tasks)
         for (name, text), own in by_mechanism.items()
     ]
     # what sums up a line stands first: on a narrow page the rest has to be scrolled to
-    average = ["avg"] if many else []
+    average = ["avg"] if len(tasks) > 1 else []
     columns = ["", "MLM loss", *average, *(TASKS[task] for task in tasks), "parameters"]
     everything = [*tuned, *(row for rows in pretrained.values() for row in rows)]
     return Table(

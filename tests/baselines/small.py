@@ -45,6 +45,16 @@ def padded(tokens: int, *, batch: int = 2, dtype=torch.float32) -> tuple[Tensor,
     return x, torch.arange(tokens) < lengths[:, None]
 
 
+def for_compiler(name: str, device: str) -> tuple[lln.zoo.TokenMixer, Tensor, Tensor]:
+    """A mechanism, x with scores that are not all alike, and a mask.
+
+    Windows are wide: a wrong gradient of overlapping ones showed from 32 tokens on.
+    """
+    wide = {"window": 32} if "window" in SMALL.get(name, {}) else {}
+    x, mask = padded(100)
+    return make(name, **wide).to(device), 3 * x.to(device), mask.to(device)
+
+
 def heads(tokens: int, *, batch: int = 2, width: int = 16, dtype=torch.float64) -> list[Tensor]:
     """q, k, v for a core."""
     return [torch.randn(batch, HEADS, tokens, width, dtype=dtype) for _ in range(3)]

@@ -11,6 +11,7 @@ import torch
 from lln import moments
 from lln.nn import RECOMMENDED, LLNAttention
 from lln.ops import reference
+from tests.generated import check_generated_code
 from tests.nn.inputs import padding, qkv
 
 
@@ -303,7 +304,6 @@ def test_compiles_to_one_graph(options):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 @pytest.mark.parametrize(
     "options",
     [
@@ -316,13 +316,4 @@ def test_generated_code_has_the_gradients(options):
     fixed = {"statistics": "fixed"} if "alpha" in options else {}
     core = LLNAttention(2, 16, **options, **fixed)
     torch.nn.init.normal_(core.conv_weight)
-    inputs = [x.requires_grad_() for x in qkv(2, 2, 200, 16)]
-    torch._dynamo.reset()
-    found = []
-    for run in (torch.compile(core), core):
-        out = run(*inputs)
-        weights = torch.linspace(-1, 1, out.numel()).view_as(out)
-        wanted = [*inputs, *core.parameters()]
-        found.append([out.detach(), *torch.autograd.grad((weights * out).sum(), wanted)])
-    for compiled, eager in zip(*found, strict=True):
-        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5 * float(eager.norm()))
+    check_generated_code(core, *qkv(2, 2, 200, 16), tolerance=1e-5)
