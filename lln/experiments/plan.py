@@ -71,7 +71,7 @@ def expand(content: Any) -> list[Spec]:
     ]
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """A run, what names its rows, and what must have run before it.
 
@@ -120,7 +120,7 @@ class Job:
         return [sys.executable, "-m", "lln.experiments.jobs", text]
 
 
-@dataclass
+@dataclass(eq=False)
 class Repeated(Job):
     """The best of some runs with another seed: a copy of ``choices[i]`` where ``rivals[i]`` wins.
 

@@ -24,6 +24,7 @@ from lln.experiments.plan import FINISHED, Job
 from lln.experiments.turn import SHARED, TURN, Gate, can_wait
 
 POLL_SECONDS = 0.2
+UNFINISHED = ("waiting", "ahead", "running")
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Sweep:
 
     def run(self) -> Outcome:
         """Until all is done, has failed, or the time is up."""
-        skipped = self._skip()
+        self._skip()
         try:
             while True:
                 self._collect()
@@ -101,20 +102,21 @@ class Sweep:
             self._stop(self.processes)
         states = {
             state: [job.label for job in self.jobs if job.state == state]
-            for state in ("done", "failed", "waiting")
+            for state in ("done", "skipped", "failed", "waiting")
         }
-        return Outcome(states["done"], skipped, states["failed"], states["waiting"])
+        return Outcome(*states.values())
 
-    def _skip(self, *, tidy: bool = True) -> list[str]:
+    def _skip(self, *, tidy: bool = True) -> None:
         """Jobs that have their rows; a pre-training only if all that follows has, too."""
-        skipped = []
         for job in self.jobs:
-            if job.has_rows() and all(follower.has_rows() for follower in job.after):
+            if self._has_all_rows(job):
                 job.state = "skipped"
-                skipped.append(job.label)
                 if tidy:
                     self._tidy(job)
-        return skipped
+
+    @staticmethod
+    def _has_all_rows(job: Job) -> bool:
+        return job.has_rows() and all(follower.has_rows() for follower in job.after)
 
     def _left(self) -> float | None:
         return None if self.end is None else self.end - time.monotonic()
@@ -128,6 +130,8 @@ class Sweep:
             if (job.before is None or job.before.state == "done") and job.is_decided()
         ]
         for job in sorted(ready, key=lambda job: job.before is None):
+            if self._is_run_elsewhere(job):
+                continue
             used = sum(self._places(other) for other in self._running())
             if self._places(job) > self.slots - used:
                 if job.before is None:
@@ -136,6 +140,18 @@ class Sweep:
                 continue
             if not self._too_late(job):
                 self._go(job)
+
+    def _is_run_elsewhere(self, job: Job) -> bool:
+        """Two files may hold the same run: the second waits for the first, whose rows are its."""
+        name, earlier = (job.kind, job.keys), self.jobs[: self.jobs.index(job)]
+        for other in earlier:
+            same = (other.kind, other.keys) == name and other.is_decided()
+            if same and any(each.state in UNFINISHED for each in (other, *other.after)):
+                return True
+        if job.state == "waiting" and self._has_all_rows(job):
+            for each in (job, *job.after):
+                each.state = "skipped"
+        return job.state == "skipped"
 
     def _running(self) -> Iterator[Job]:
         return (job for job in self.jobs if job.state == "running")

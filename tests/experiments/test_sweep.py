@@ -155,6 +155,19 @@ def test_a_pretraining_runs_again_if_something_that_follows_has_no_row(tmp_path)
     assert len(outcome.done) == 2 and not outcome.skipped
 
 
+def test_a_run_that_stands_in_two_files_runs_once(tmp_path):
+    before = [job(tmp_path, "a", seconds=0.3) for _ in range(2)]
+    for each in before:
+        job(tmp_path, "b", seconds=0.3, before=each)
+    family = [each for one in before for each in (one, *one.after)]
+    outcome, said = run([*family, job(tmp_path, "c")], slots=3)
+    assert outcome.done == ["fake a seed=0", "fake b after fake a seed=0 seed=0", "fake c seed=0"]
+    assert outcome.skipped == ["fake a seed=0", "fake b after fake a seed=0 seed=0"]
+    assert sorted(order(said)) == sorted(
+        f"{word} {name}" for name in "abc" for word in ("started", "done")
+    )
+
+
 def test_runs_share_the_slots(tmp_path):
     planned = [job(tmp_path, name, seconds=0.4) for name in "ab"]
     planned.append(job(tmp_path, "wide", slots=9))
