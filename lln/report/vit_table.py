@@ -68,7 +68,14 @@ def _table(rows: list[Row]) -> Table:
         "printed.",
         origin_text(rows),
     ]
-    return Table(title, COLUMNS, [line for line, _ in found], notes, [rec for _, rec in found])
+    columns, lines = _filled(COLUMNS, [line for line, _ in found])
+    return Table(title, columns, lines, notes, [record for _, record in found])
+
+
+def _filled(columns: Sequence[str], lines: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """Without columns that no line has a value for, such as times where all runs had company."""
+    kept = [i for i, name in enumerate(columns) if not name or any(line[i] for line in lines)]
+    return [columns[i] for i in kept], [[line[i] for i in kept] for line in lines]
 
 
 def _line(name: str, rows: list[Row]) -> tuple[list[str], dict[str, Any]]:

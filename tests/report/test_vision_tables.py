@@ -53,7 +53,18 @@ def test_table_3_leaves_out_a_line_that_has_nothing_beside_it(tmp_path):
 
 def test_table_3_of_other_images_has_no_numbers_of_the_paper(tmp_path):
     (table,) = make("3", tmp_path, [vit("softmax", 0.9, classes=["0", "1"], data="digits")])
-    assert cells(table, "Softmax")["paper, %"] == ""
+    assert "paper, %" not in table.columns
+
+
+def test_table_3_shows_times_of_runs_that_had_the_device_for_themselves(tmp_path):
+    alone, shared = vit("softmax", 0.8), vit("lln_diag", 0.8)
+    alone |= {"step_ms": 5.0}
+    shared |= {"step_ms": 50.0, "shared": True}
+    (table,) = make("3", tmp_path, [alone, shared])
+    assert cells(table, "Softmax")["ms a step"] == "5"
+    assert cells(table, "LLN+Diag")["ms a step"] == ""
+    (table,) = make("3", tmp_path, [alone | {"shared": True}, shared])
+    assert "ms a step" not in table.columns
 
 
 def arena(mechanism: str, scores: dict[str, float], **more):
@@ -91,6 +102,7 @@ def test_table_4(tmp_path):
     (table,) = make("4", tmp_path, rows)
     assert table.columns == ["", "Text", "Image"]
     assert cells(table, "Softmax (eager): time, ms a step")["Text"] == "OOM"
+    assert cells(table, "Softmax (SDPA): time, ms a step")["Text"] == "9"
     assert cells(table, "LLN+Diag: time, ms a step")["Image"] == "4"
     assert cells(table, "LLN+Diag: memory, MB")["Image"] == "600"  # without the data
     assert cells(table, "Performer: time, ms a step")["Text"] == "5"
