@@ -260,9 +260,18 @@ def test_two_processes_train_the_model_of_one(place, tmp_path, how):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, inside torch itself
-def test_a_compiled_run_has_the_same_curve(place, tmp_path):
+def test_a_compiled_run_has_the_same_curve(place, tmp_path, monkeypatch):
+    """Its graphs are traced and differentiated; tests of generated code stand with the modules."""
+    original, seen = torch.compile, []
+
+    def traced(function, **options):
+        seen.append(function)
+        return original(function, backend="aot_eager", **options)
+
+    monkeypatch.setattr(torch, "compile", traced)
     for name, compiled in (("plain", False), ("compiled", True)):
         config = tiny(compile=compiled, monitor_every=4)
         mlm.run(config, data=place, folder=tmp_path / name, tensorboard=False)
     for row, other in zip(curve(tmp_path / "plain"), curve(tmp_path / "compiled"), strict=True):
         assert other["loss"] == pytest.approx(row["loss"], rel=1e-3)
+    assert len(seen) == 1

@@ -36,41 +36,37 @@ def test_variance_within_half_a_percent(head_dim, normalize_keys):
         assert abs(blocks.mean() / target - 1) < 0.005
 
 
-def excess_entropy(head_dim: int, temperature: float, draws: int, **options) -> np.ndarray:
+def excess_entropy(head_dim: int, temperature: float, **options) -> float:
     """Mean row entropy of LLN minus that of softmax attention on the same inputs, in bits.
 
+    Known to 0.02 bits: single draws scatter by up to 0.15, those of flat attention by much less.
     Keys decide how far a draw is from the mean, so that a quarter of the rows is enough.
     """
     rng = np.random.default_rng(head_dim)
     sigma = temperature**-0.5
     alpha, beta = match_moments(sigma, sigma, head_dim, method="entropy", **options)
-    excess = []
-    for _ in range(draws):
+    excess: list[float] = []
+    while len(excess) < 8 or np.std(excess, ddof=1) / math.sqrt(len(excess)) >= 0.02:
+        assert len(excess) < 128, "too few draws to tell"
         q, k = draw(rng, TOKENS, head_dim) * sigma
         q = q[: TOKENS // 4]
         softmax = entropy_bits(q @ k.T / math.sqrt(head_dim))
         excess.append(entropy_bits(log_scores(alpha * q, beta * k, **options)) - softmax)
-    return np.array(excess)
+    return float(np.mean(excess))
 
 
 @pytest.mark.parametrize("normalize_keys", [False, True])
 @pytest.mark.parametrize("temperature", [0.8, 1.0, 2.0])
 def test_entropy_within_a_tenth_of_a_bit(temperature, normalize_keys):
-    excess = excess_entropy(
-        64, temperature, draws=24 if temperature < 1 else 8, normalize_keys=normalize_keys
-    )
-    assert abs(excess.mean()) < 0.1
+    assert abs(excess_entropy(64, temperature, normalize_keys=normalize_keys)) < 0.1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("normalize_keys", [False, True])
 @pytest.mark.parametrize("temperature", [0.8, 1.0, 2.0])
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 32, 80, 128, 256])
 def test_entropy_at_every_head_size(head_dim, temperature, normalize_keys):
-    draws = 128 if temperature < 1 else 48  # single draws scatter by up to 0.15 bits
-    excess = excess_entropy(head_dim, temperature, draws, normalize_keys=normalize_keys)
-    assert excess.std() / math.sqrt(draws) < 0.02, "too few draws to tell"
-    assert abs(excess.mean()) < 0.1
+    assert abs(excess_entropy(head_dim, temperature, normalize_keys=normalize_keys)) < 0.1
 
 
 def test_the_variant_needs_its_own_curve():
