@@ -89,7 +89,8 @@ class Sweep:
         try:
             while True:
                 self._collect()
-                self._start_what_fits()
+                while self._start_what_fits():
+                    pass  # what was skipped may have decided what else is to run
                 self._start_what_follows_ahead()
                 if not self.processes:
                     break
@@ -121,8 +122,9 @@ class Sweep:
     def _left(self) -> float | None:
         return None if self.end is None else self.end - time.monotonic()
 
-    def _start_what_fits(self) -> None:
-        """Followers first: what they wait for takes room on the disk."""
+    def _start_what_fits(self) -> bool:
+        """Followers first: what they wait for takes room on the disk; whether any was skipped."""
+        skipped = sum(job.state == "skipped" for job in self.jobs)
         waiting = [job for job in self.jobs if job.state in ("waiting", "ahead")]
         ready = [
             job
@@ -130,16 +132,15 @@ class Sweep:
             if (job.before is None or job.before.state == "done") and job.is_decided()
         ]
         for job in sorted(ready, key=lambda job: job.before is None):
-            if self._is_run_elsewhere(job):
-                continue
             used = sum(self._places(other) for other in self._running())
             if self._places(job) > self.slots - used:
                 if job.before is None:
                     self._start_next_ahead(job)
                     break  # keep the order, or a wide run would wait for ever
                 continue
-            if not self._too_late(job):
+            if not self._is_run_elsewhere(job) and not self._too_late(job):
                 self._go(job)
+        return sum(job.state == "skipped" for job in self.jobs) > skipped
 
     def _is_run_elsewhere(self, job: Job) -> bool:
         """Two files may hold the same run: the second waits for the first, whose rows are its."""
@@ -174,7 +175,8 @@ class Sweep:
         """One at a time; not beside another kind, whose few updates compiling might disturb."""
         ahead = any(other.state == "ahead" and other.before is None for other in self.jobs)
         alike = all(other.kind == job.kind for other in self._running() if other.timed)
-        if job.timed and alike and not ahead and can_wait() and not self._too_late(job):
+        possible = job.timed and alike and not ahead and can_wait()
+        if possible and not self._is_run_elsewhere(job) and not self._too_late(job):
             self._start(job, ahead=True)
 
     def _start_what_follows_ahead(self) -> None:

@@ -207,6 +207,13 @@ def test_the_best_on_validation_is_repeated_when_all_have_run(tmp_path, monkeypa
     assert best_on_validation(rivals) == 0
 
 
+def test_what_another_file_has_run_is_repeated_too(tmp_path, monkeypatch):
+    monkeypatch.setitem(CHOSEN_BY, "fake", ("seconds", 1))
+    first, again = ([job(tmp_path, name) for name in "ab"] for _ in range(2))
+    outcome, _ = run([*first, *again, *repeated(tmp_path, again, 1)])
+    assert (len(outcome.done), len(outcome.skipped), len(outcome.left)) == (3, 2, 0)
+
+
 def test_nothing_is_repeated_where_a_rival_has_failed(tmp_path, monkeypatch):
     monkeypatch.setitem(CHOSEN_BY, "fake", ("seconds", 1))
     rivals = [job(tmp_path, "good"), job(tmp_path, "bad", fails=True)]
