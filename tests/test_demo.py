@@ -7,7 +7,7 @@ import csv
 import pytest
 from rich.console import Console
 
-from lln.demo import concentration
+from lln.demo import concentration, training
 from lln.demo.run import run
 
 SETTING = concentration.Setting(tokens=256, temperatures=(0.5, 1.0), draws=2)
@@ -59,3 +59,15 @@ def test_report_tables_and_files(tmp_path, monkeypatch):
     with (report.parent / "cost.csv").open() as stream:
         impls = {row["impl"] for row in csv.DictReader(stream)}
     assert impls == {"matrix", "sdpa", "eager"}
+
+
+@pytest.mark.slow
+def test_a_run_beside_another_is_what_it_is_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLN_CACHE", str(tmp_path / "cache"))
+    labels, seen = ("softmax", "LLN+Diag"), []
+    places = {label: tmp_path / label for label in labels}
+    rows = dict(training._trained(places, True, 2, lambda *each: seen.append(each)))
+    assert tuple(rows) == labels
+    assert dict(seen) == dict.fromkeys(labels, training.QUICK_STEPS)
+    alone = training._run("LLN+Diag", tmp_path / "alone", True)
+    assert alone["loss"] == rows["LLN+Diag"]["loss"] != rows["softmax"]["loss"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,14 +106,16 @@ def _cost(quick: bool, bars: Progress) -> list[dict]:
 
 def _training(quick: bool, bars: Progress) -> tuple[list[dict], list[dict], str]:
     steps = training.QUICK_STEPS if quick else training.STEPS
-    labels = list(training.RUNS)
-    task = bars.add_task("training", total=steps * len(labels), now="")
+    done = dict.fromkeys(training.RUNS, 0)
+    task = bars.add_task("training", total=steps * len(done), now="")
 
-    def watch(label: str, step: int) -> None:
-        bars.update(task, completed=labels.index(label) * steps + step, now=label)
+    def watch(label: str, updates: int) -> None:
+        done[label] = updates
+        now = ", ".join(name for name, count in done.items() if 0 < count < steps)
+        bars.update(task, completed=sum(done.values()), now=now)
 
-    with _one_thread():
-        trained = training.train(quick=quick, watch=watch)
+    workers = None if quick else os.cpu_count() or 1
+    trained = training.train(quick=quick, workers=workers, watch=watch)
     bars.update(task, now="")
     return trained
 

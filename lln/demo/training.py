@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, wait
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from lln.experiments import mlm
 from lln.experiments.config import TrainConfig
 from lln.experiments.data.text import BUNDLED
-from lln.experiments.progress import Silent
+from lln.experiments.pool import processes
+from lln.experiments.runlog import CURVE
 from lln.instruments.rows import read_rows
 
 Row = dict[str, Any]
@@ -23,16 +27,6 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "LLN+Diag, conv": ("lln_diag", CONV),
 }
 STEPS, QUICK_STEPS = 400, 20
-
-
-class _Steps(Silent):
-    """Tells how far the run is."""
-
-    def __init__(self, label: str, watch: Callable[[str, int], None]) -> None:
-        self.label, self.watch = label, watch
-
-    def at(self, step: int) -> None:
-        self.watch(self.label, step)
 
 
 def configuration(
@@ -48,26 +42,70 @@ def configuration(
 
 
 def train(
-    *, quick: bool = False, watch: Callable[[str, int], None]
+    *,
+    quick: bool = False,
+    workers: int | None = None,
+    watch: Callable[[str, int], None],
 ) -> tuple[list[Row], list[Row], str]:
-    """Result rows, curve rows (with ``attention``), and a line about the setting."""
+    """Result rows, curve rows (with ``attention``), and a line about the setting.
+
+    Args:
+        workers: Runs at once, as processes of one thread each; None trains in this one.
+        watch: Told a label and how many updates of its run are done, now and then.
+    """
     results, curves = [], []
+    with tempfile.TemporaryDirectory() as parent:
+        places = {label: Path(parent) / str(i) for i, label in enumerate(RUNS)}
+        for label, row in _trained(places, quick, workers, watch):
+            results.append({"attention": label, **row})
+            shown = ("kind", "step", "loss")
+            rows = read_rows(places[label] / CURVE)
+            curves += [{"attention": label, **{key: row[key] for key in shown}} for row in rows]
     config = configuration("softmax", quick=quick)
-    for label, (attention, options) in RUNS.items():
-        config = configuration(attention, options, quick=quick)
-        with tempfile.TemporaryDirectory() as folder:
-            done = mlm.run(
-                config,
-                data=BUNDLED,
-                folder=Path(folder),
-                progress=_Steps(label, watch),
-                tensorboard=False,
-            )
-            rows = read_rows(Path(folder) / "curve.jsonl")
-        results.append({"attention": label, **done.row})
-        shown = ("kind", "step", "loss")
-        curves += [{"attention": label, **{key: row[key] for key in shown}} for row in rows]
     return results, curves, _about(config, config.train)
+
+
+def _trained(
+    places: Mapping[str, Path],
+    quick: bool,
+    workers: int | None,
+    watch: Callable[[str, int], None],
+) -> Iterator[tuple[str, Row]]:
+    """Each run's row, in the order of the runs."""
+    if workers is None:
+        for label, folder in places.items():
+            yield label, _run(label, folder, quick)
+            watch(label, _updates(folder))
+        return
+    with processes(min(workers, len(places))) as submit:
+        runs = {label: submit(_run, label, folder, quick) for label, folder in places.items()}
+        waiting = set(runs.values())
+        while waiting:
+            done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
+            for run in done:
+                run.result()  # or its exception
+            for label, folder in places.items():
+                watch(label, _updates(folder))
+        yield from ((label, run.result()) for label, run in runs.items())
+
+
+def _run(label: str, folder: Path, quick: bool) -> Row:
+    """One run on one thread: matrices this small are slower on several."""
+    attention, options = RUNS[label]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        config = configuration(attention, options, quick=quick)
+        return mlm.run(config, data=BUNDLED, folder=folder, tensorboard=False).row
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _updates(folder: Path) -> int:
+    """How many a run that may not have begun has noted."""
+    path = folder / CURVE
+    rows = read_rows(path) if path.exists() else []
+    return rows[-1]["step"] if rows else 0
 
 
 def _about(model: mlm.MLMConfig, training: TrainConfig) -> str:

@@ -9,20 +9,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import zipfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from lln import files
+from lln.experiments.pool import processes
 
 Arrays = dict[str, np.ndarray]
 Progress = Callable[[int, int], None]
@@ -129,22 +127,9 @@ def _made(recipe: Recipe, folder: Path, numbers: list[int], workers: int | None)
     if workers <= 1:
         yield from (_write(recipe, folder, number) for number in numbers)
         return
-    # Started fresh: a fork of a process with threads and a GPU may hang.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        with _main_left_out():
-            waiting = [pool.submit(_write, recipe, folder, number) for number in numbers]
+    with processes(workers) as submit:
+        waiting = [submit(_write, recipe, folder, number) for number in numbers]
         yield from (future.result() for future in as_completed(waiting))
-
-
-@contextmanager
-def _main_left_out() -> Iterator[None]:
-    """Processes started here do not import the caller's script, which need not expect that."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 def _write(recipe: Recipe, folder: Path, number: int) -> int:
