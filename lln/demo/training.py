@@ -66,7 +66,7 @@ def train(
 
 
 def _trained(
-    places: Mapping[str, Path],
+    places: dict[str, Path],
     quick: bool,
     workers: int | None,
     watch: Callable[[str, int], None],
@@ -78,7 +78,8 @@ def _trained(
             watch(label, _updates(folder))
         return
     with processes(min(workers, len(places))) as submit:
-        runs = {label: submit(_run, label, folder, quick) for label, folder in places.items()}
+        # the longest first, which stand last
+        runs = {label: submit(_run, label, places[label], quick) for label in reversed(places)}
         waiting = set(runs.values())
         while waiting:
             done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
@@ -86,7 +87,7 @@ def _trained(
                 run.result()  # or its exception
             for label, folder in places.items():
                 watch(label, _updates(folder))
-        yield from ((label, run.result()) for label, run in runs.items())
+        yield from ((label, runs[label].result()) for label in places)
 
 
 def _run(label: str, folder: Path, quick: bool) -> Row:
