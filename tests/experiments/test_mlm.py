@@ -259,7 +259,6 @@ def test_two_processes_train_the_model_of_one(place, tmp_path, how):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, inside torch itself
 def test_a_compiled_run_has_the_same_curve(place, tmp_path, monkeypatch):
     """Its graphs are traced and differentiated; tests of generated code stand with the modules."""
     original, seen = torch.compile, []
