@@ -229,8 +229,9 @@ def _pathfinder(ask: Ask) -> LRAData:
     name = "curv_contour_length_14"
     found = ask.find(f"pathfinder32/{name}/metadata") or ask.find(f"{name}/metadata")
     if found is None:
-        splits = _generated(ask, "pathfinder", pathfinder.make, pathfinder.SIZES)
-        source = f"generated from the published parameters, seed {ask.seed}"
+        name = f"pathfinder{pathfinder.VERSION}"
+        splits = _generated(ask, name, pathfinder.make, pathfinder.SIZES)
+        source = f"generated as published (version {pathfinder.VERSION}), seed {ask.seed}"
     else:
         whole = Split(*lra_files.pathfinder_folder(found[0].parent, ask.on_damaged))
         order = np.random.default_rng(0).permutation(len(whole))
