@@ -158,7 +158,9 @@ def inspect(
 
 @app.command()
 def figure(
-    name: Annotated[str | None, typer.Argument(help="1, 2, 5a … 7, 8a, 8b, 9, 10a, 10b.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="1, 2, 5a … 7, 8a, 8b, 9, 10a, 10b, arena.")
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="All that need no training.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of the files.")] = Path("runs/figures"),
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes: seconds.")] = False,
@@ -168,7 +170,8 @@ def figure(
 
     Figures 2, 5a, 5b, 6a, 6b and 7, a minute at most each, and a page that shows them. Figure 2
     also has the exact calibrations, the unbiased variant and mutual information. The others come
-    from the rows of training runs; exits with 1 if there are none.
+    from the rows of training runs, "arena" (not in the paper) from those of Table 5; exits with 1
+    if there are none.
     """
     from lln.figures import FIGURES, from_rows
     from lln.figures.run import run

@@ -40,6 +40,16 @@ def rates_note(rows: Sequence[Row]) -> str:
     )
 
 
+def rates_tried(rows: Sequence[Row]) -> str:
+    """Rates of one task, for a table of several; says so if a mechanism lacks one."""
+    tried = sorted({rate(row) for row in rows})
+    words = ("rate " if len(tried) == 1 else "rates ") + ", ".join(f"{each:g}" for each in tried)
+    own = grouped(rows, lambda row: (row["mechanism"], str(row["configuration"].get("options"))))
+    if all({rate(row) for row in each} == set(tried) for each in own.values()):
+        return words
+    return f"{words} (some mechanisms at fewer)"
+
+
 def is_fixed(row: Row) -> bool:
     """Whether α and β were given, as for Fig. 10."""
     return (row["configuration"].get("options") or {}).get("statistics") == "fixed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lln.report.accuracy import at_best_rate, rate, rates_note
+from lln.report.accuracy import at_best_rate, rate, rates_tried
 from lln.report.paper_values import ARENA, TABLE_5
 from lln.report.results import (
     Mean,
@@ -35,9 +35,15 @@ EQUAL = ("steps", "batch_size", "layers", "width", "heads", "pool", "precision",
 
 def tables(rows: Sequence[Row]) -> list[Table]:
     """One table; per task the setting that most mechanisms were trained in."""
+    by_task = comparable(rows)
+    return [_table(by_task)] if by_task else []
+
+
+def comparable(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Per task, in the order of the table, the rows of the setting it compares."""
     own = [row for row in rows if row["subject"] == "lra"]
     by_task = {task: _comparable(found) for task, found in grouped(own, _task).items()}
-    return [_table({task: by_task[task] for task in NAMES if task in by_task})] if by_task else []
+    return {task: by_task[task] for task in NAMES if task in by_task}
 
 
 def _task(row: Row) -> str:
@@ -121,10 +127,12 @@ def _notes(
 ) -> list[str]:
     setting = "; ".join(
         f"{NAMES[task]}: {rows[0]['configuration']['steps']:,} steps of "
-        f"{rows[0]['configuration']['batch_size']}, {rows[0]['configuration']['data']}"
+        f"{rows[0]['configuration']['batch_size']}, {rates_tried(rows)}, "
+        f"{rows[0]['configuration']['data']}"
         for task, rows in by_task.items()
     )
-    notes = [f"{setting}.", rates_note(everything)]
+    chosen = "Of several learning rates, the best on validation is shown; test once, with the "
+    notes = [f"{setting}.", f"{chosen}weights best on validation."]
     notes += [
         f"† {NAMES[task]} is under-trained: softmax has {ours:.2f} %, {wanted:.2f} % in the paper."
         for task, (ours, wanted) in late.items()

@@ -28,12 +28,16 @@ LEDE = (
 
 @dataclass(frozen=True)
 class Item:
-    """A table or figure of the paper: its number, what it shows, and what differs here."""
+    """A table or figure of the paper: its number, what it shows, and what differs here.
+
+    ``beside`` is a figure of our own that belongs to a table.
+    """
 
     kind: str
     number: str
     title: str
     differs: str
+    beside: str = ""
 
 
 ITEMS = (
@@ -122,6 +126,7 @@ ITEMS = (
         "generated from the published parameters (ListOps, Pathfinder), validation examples held "
         "out of train where the benchmark validates on its test set (Text), and a stand-in for "
         "Retrieval.",
+        beside="arena",
     ),
     Item(
         "figure",
@@ -152,6 +157,8 @@ def page(folder: Path, facts: dict[str, str] | None = None) -> Page:
     for item in ITEMS:
         if item.kind == "table":
             blocks = [*_printed(item.number), *_ours(item.number, folder)]
+            if item.beside and ROW_FIGURES[item.beside].panels(rows):
+                blocks += _figure(item.beside, folder, rows, curves)
         else:
             blocks = _figure(item.number, folder, rows, curves)
         title = f"{item.kind.capitalize()} {item.number}. {item.title}"

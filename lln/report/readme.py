@@ -229,6 +229,10 @@ DRAWINGS: Mapping[str, tuple[str, Callable[[Path], list[Panel]]]] = {
     ),
     "figure_9": ("α and β of every layer while the ViT trains", partial(_of_runs, "9")),
     "figure_10a": ("Accuracy of the ViT against fixed α = β", partial(_of_runs, "10a")),
+    "figure_arena": (
+        "Accuracy on validation while training on the Long Range Arena",
+        partial(_of_runs, "arena"),
+    ),
 }
 Blocks = Mapping[str, Callable[[Path], str]]
 BLOCKS: Blocks = {

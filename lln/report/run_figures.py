@@ -1,4 +1,4 @@
-"""Figures of the paper that need training, from result rows: :data:`FIGURES`.
+"""Figures that need training, from result rows, the paper's and one of our own: :data:`FIGURES`.
 
 Each is a function from rows to panels, none without the rows it needs. What is drawn is also what
 :func:`points` lists for the CSV file.
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lln.report import arena_figure
 from lln.report.accuracy import is_fixed
 from lln.report.figures import Axis
 from lln.report.panels import Curve, Panel
@@ -177,6 +178,11 @@ FIGURES: dict[str, RunFigure] = {
         "Accuracy against fixed α = β", accuracy_of_scales, "lln sweep sweeps/figure_10.json"
     ),
     "10b": RunFigure("Inverse loss scale in fp16", loss_scale, "lln sweep sweeps/figure_10.json"),
+    "arena": RunFigure(
+        "Accuracy while training on the Long Range Arena",
+        arena_figure.panels,
+        "lln sweep sweeps/lra.json",
+    ),
 }
 
 

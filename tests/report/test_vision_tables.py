@@ -95,6 +95,38 @@ def test_table_5_compares_equal_steps_only(tmp_path):
     assert cells(table, "Softmax")["Text"] == "60.00"
 
 
+def test_table_5_says_which_rates_a_task_was_trained_at(tmp_path):
+    rows = [
+        lra(name, "text", 0.6, rate=rate) for name in ("softmax", "lln") for rate in (1e-3, 3e-4)
+    ]
+    rows += [lra("softmax", "image", 0.4, rate=3e-4), lra("lln", "image", 0.4, rate=3e-4)]
+    rows += [lra("softmax", "pathfinder", 0.7), lra("lln", "pathfinder", 0.7, rate=3e-4)]
+    (table,) = make("5", tmp_path, rows)
+    said = table.notes[0]
+    assert "Text: 5,000 steps of 32, rates 0.0003, 0.001, generated" in said
+    assert "Image: 5,000 steps of 32, rate 0.0003, generated" in said
+    assert "Pathfinder: 5,000 steps of 32, rates 0.0003, 0.001 (some mechanisms at fewer)" in said
+
+
+def test_figure_of_the_arena_draws_the_runs_that_table_5_shows():
+    def run(name, task, points, **more):
+        curve = {"step": [0, 500], "accuracy": points, "loss": [1.0, 1.0]}
+        return {**lra(name, task, points[-1], **more), "curves": {"valid": curve}}
+
+    rows = [run("softmax", "image", [0.1, 0.4]), run("lln_diag", "image", [0.1, 0.45])]
+    rows += [run("lln_diag", "image", [0.1, 0.2], rate=3e-4)]  # worse on validation
+    rows += [run("lln_diag", "image", [0.1, 0.44], seed=1)]
+    rows += [run("lln_diag", "text", [0.5, 0.6]), lra("softmax", "text", 0.6)]  # without a curve
+    text, image = run_figures.FIGURES["arena"].panels(rows)
+    assert (text.title, image.title) == ("Text", "Image")
+    assert [curve.label for curve in image.curves] == ["Softmax", "LLN+Diag"]
+    assert list(image.curves[1].y) == [10.0, 45.0]
+    (only,) = text.curves
+    assert only.label == "LLN+Diag" and only.slot == image.curves[1].slot
+    assert "LLN+Diag 0.001" in image.note
+    assert run_figures.FIGURES["arena"].panels([]) == []
+
+
 def test_table_4(tmp_path):
     rows = [timed("softmax_eager", "text", None), timed("softmax", "text", 9.0)]
     rows += [timed("lln_diag", "text", 3.0), timed("lln_diag", "image", 4.0, mb=700.0)]
