@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-shapes test-gpu check format bench readme fuzz clean
+.PHONY: help install demo test test-slow test-shapes test-gpu check format bench readme docs fuzz clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -67,6 +67,9 @@ bench: install  ## time and memory on this CPU, rows into results/
 
 readme: install  ## rewrite the measured block of README.md from results/
 	$(BIN)/python -m lln.report.readme
+
+docs: install  ## the documentation as a site, with the API: build/docs/site/index.html
+	$(BIN)/python -m sphinx --fail-on-warning --quiet -c docs/site docs build/docs
 
 fuzz: install  ## the property tests with many more examples
 	HYPOTHESIS_PROFILE=fuzz $(PYTEST) tests/test_properties.py

@@ -26,9 +26,10 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first:
             As in torch, where ``dropout`` acts as in :class:`lln.nn.LLNAttention`.
-        diag_block, method, target, statistics, alpha, beta, normalize_keys, mix, conv, learn_scale,
-            diag_dropout, momentum, scale, impl: See :class:`lln.nn.LLNAttention`. Causality is an
-            argument of ``forward``, as in torch.
+        diag_block, method, target, statistics, alpha, beta, normalize_keys, mix, conv: See
+            :class:`lln.nn.LLNAttention`.
+        learn_scale, diag_dropout, momentum, scale, impl: See there, too. Causality is an argument
+            of ``forward``, as in torch.
 
     Numerics: ``need_weights=True`` (torch's default) builds the N×M matrix; pass False to keep the
     cost linear. The output is the same either way.

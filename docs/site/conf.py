@@ -1,0 +1,59 @@
+"""The documentation as a site, ``make docs``: the pages of ``docs/``, and the API from the code."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import lln
+
+project = "lln"
+author = "The lln developers"
+release = version = lln.__version__
+root_doc = "site/index"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+html_theme = "furo"
+html_title = f"lln {release}"
+myst_heading_anchors = 3
+# links to files that are no page, such as results/; tests/test_docs.py checks that they exist
+suppress_warnings = ["myst.xref_missing"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # shapes and types stand in the docstrings, where they can be read
+autoclass_content = "both"
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+SECTION = re.compile(r"[A-Z]\w+:$")  # Args:, Returns:, Example: …, which napoleon reads
+NOT_LITERAL = re.compile(r"([-*]|\d+\.) |.*::$")  # what follows is of the item, or literal already
+
+
+def readable(docstring: list[str]) -> list[str]:
+    """Docstrings are written to be read as text: indented formulas and code become literal blocks.
+
+    Example:
+        >>> readable(["The mean:", "    μ = Σ x / N", "of all."])
+        ['The mean:', '', '::', '', '    μ = Σ x / N', '', 'of all.']
+    """
+    lines: list[str] = []
+    literal = left_alone = False
+    for line in docstring:
+        indented = line.startswith(" ")
+        if line.strip() and not indented:
+            if literal:
+                lines.append("")
+            literal = False
+            left_alone = bool(SECTION.match(line) or NOT_LITERAL.match(line))
+        elif indented and not left_alone and not literal:
+            lines += [*([""] if lines and lines[-1] else []), "::", ""]
+            literal = True
+        # outside of literal text a bar would begin a substitution
+        lines.append(line if literal else line.replace("|", r"\|"))
+    return lines
+
+
+def setup(app: Any) -> None:
+    def rewrite(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+        lines[:] = readable(lines)
+
+    app.connect("autodoc-process-docstring", rewrite, priority=100)  # before napoleon
