@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from lln.ops import transforms
+
 REMEDY = 'impl="reference" has it, in O(N²) time and memory'
 
 
@@ -24,7 +26,7 @@ def without_tangents(op: Callable[..., Any]) -> Callable[..., Any]:
             raise NotImplementedError(
                 f"LLN in linear time has no forward-mode derivative (jvp, dual tensors); {REMEDY}"
             )
-        return op(*args)
+        return transforms.call(op, *args)
 
     return call
 
@@ -55,9 +57,15 @@ def once(differentiate: Callable[..., Any]) -> Callable[..., Any]:
 class _Last(torch.autograd.Function):
     """Its first input, as if it came from the others by a function without a gradient."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *known: Tensor) -> Tensor:
+    def forward(x: Tensor, *known: Tensor) -> Tensor:
         return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Nothing to keep."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

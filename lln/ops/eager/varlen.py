@@ -189,6 +189,7 @@ varlen_backward = register(
     f"(Tensor d_out, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _varlen_backward,
     _backward_shapes,
+    batched=False,
 )
 
 
@@ -209,4 +210,5 @@ varlen_op = register(
     _shapes,
     save=_save,
     differentiate=_differentiate,
+    batched=False,
 )

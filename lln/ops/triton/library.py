@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lln.ops.derivatives import once, without_tangents
+from lln.ops.transforms import let_grad_find
 
 _LIBRARY = torch.library.Library("lln", "FRAGMENT")
 
@@ -28,9 +29,9 @@ def register(schema: str, implementation: Callable[..., Any], fake: Callable[...
 
 def register_backward(name: str, backward: Callable[..., Any], save: Callable[..., Any]) -> None:
     """Give ``lln::<name>`` its gradient; ``save(ctx, inputs, output)`` fills the context."""
-    torch.library.register_autograd(
-        f"lln::{name}", once(backward), setup_context=save, lib=_LIBRARY
-    )
+    found = once(backward)
+    torch.library.register_autograd(f"lln::{name}", found, setup_context=save, lib=_LIBRARY)
+    let_grad_find(getattr(torch.ops.lln, name).default, save, found)
 
 
 def rows_contiguous(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The kernels' second derivatives and forward mode: errors, never wrong numbers."""
+"""The kernels' gradients under torch.func; second derivatives and forward mode are errors."""
 
 from __future__ import annotations
 
@@ -35,3 +35,19 @@ def test_of_the_convolution_too(device):
     )
     with pytest.raises(NotImplementedError, match="second derivative"):
         torch.autograd.grad(gradient.square().sum(), v)
+
+
+@pytest.mark.parametrize("options", [{}, {"diag_block": 16}, {"is_causal": True}], ids=str)
+def test_grad_of_torch_func_finds_the_gradient(options, device, monkeypatch):
+    if device == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    x = torch.randn(1, 1, 20, 16, device=device)
+    alpha = torch.ones(1, device=device)
+
+    def loss(x, alpha):
+        given = {"alpha": alpha, "beta": 1.0, "impl": "triton"}
+        return lln.attention(x, x, x, **given, **options).square().sum()
+
+    found = torch.func.grad(loss, (0, 1))(x, alpha)
+    leaves = [x.requires_grad_(), alpha.requires_grad_()]
+    torch.testing.assert_close(found, torch.autograd.grad(loss(*leaves), leaves))
