@@ -1,4 +1,4 @@
-"""LLN and the zoo in Hugging Face models: register, replace, calibrate, generate, save, load."""
+"""LLN and the zoo in Hugging Face models: register, replace, calibrate, transfer, load."""
 
 try:
     import transformers  # noqa: F401
@@ -12,5 +12,6 @@ from lln.hf.calibrate import calibrate
 from lln.hf.register import register
 from lln.hf.replace import Replacement, replace
 from lln.hf.saving import load
+from lln.hf.transfer import transfer
 
-__all__ = ["Replacement", "StateLayer", "calibrate", "load", "register", "replace"]
+__all__ = ["Replacement", "StateLayer", "calibrate", "load", "register", "replace", "transfer"]

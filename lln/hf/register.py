@@ -102,19 +102,20 @@ def attention_forward(
         query = query * (scaling * query.shape[-1] ** 0.5)
     seen = read_mask(attention_mask, key.shape[2])
     causal = _is_causal(module, seen, is_causal)
-    if isinstance(core, LLNCore):
-        out = _lln(module, core, query, key, value, seen.key_mask, causal, dropout)
-    else:
-        mask = seen.key_mask
-        out = cores.attend(
-            core,
-            query,
-            key,
-            value,
-            key_mask=mask,
-            is_causal=causal,
-            is_cross=cores.is_cross(module),
-        )
+
+    def answer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if isinstance(core, LLNCore):
+            return _lln(module, core, q, k, v, seen.key_mask, causal, dropout)
+        options = {"key_mask": seen.key_mask, "is_causal": causal}
+        return cores.attend(core, q, k, v, **options, is_cross=cores.is_cross(module))
+
+    lesson = getattr(core, "lesson", None)
+    if lesson is None:
+        return answer(query, key, value).transpose(1, 2), None
+    options = {"key_mask": seen.key_mask, "is_causal": causal, "scale": query.shape[-1] ** -0.5}
+    out = softmax_attention(query, key, value, **options)
+    query_mask = None if seen.key_mask is None else seen.key_mask[:, -query.shape[2] :]
+    lesson.hear(answer, (query, key, value), out, query_mask)
     return out.transpose(1, 2), None
 
 

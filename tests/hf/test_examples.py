@@ -26,3 +26,11 @@ def test_decoder(capsys):
     losses = run("huggingface_decoder.py", steps=20)
     assert losses["fine-tuned"] < losses["replaced"] < 4.5
     assert "equal to generation without cache: True" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_convert(capsys):
+    losses = run("huggingface_convert.py", steps=20, more=5)
+    assert list(losses) == ["softmax", "replaced", "transferred", "fine-tuned"]
+    assert all(loss < 4 for loss in losses.values())  # chance is ln 26 = 3.26
+    assert capsys.readouterr().out.count("error of the output") == 2
