@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -58,7 +59,8 @@ def transfer(
 
     Returns:
         A row per batch and layer: ``step``, ``layer``, ``error``, before the update of that batch.
-        Mode, other weights and their gradients are left alone.
+        Mode, other weights and their gradients are left alone; after an error the cores are as
+        before.
 
     Example:
         >>> lln.hf.replace(model, "lln_diag", mix="learned", learn_scale=True)
@@ -78,7 +80,7 @@ def transfer(
     optimizer = torch.optim.Adam(parameters, lr=learning_rate) if learning_rate else None
     count = len(batches) if hasattr(batches, "__len__") else None  # type: ignore[arg-type]
     training = [module for module in model.modules() if module.training]
-    gradients = [x.grad for x in parameters]
+    before = [(x.detach().clone(), x.grad) for x in parameters]
     steps = 0
     try:
         for name, core in cores.items():
@@ -94,16 +96,21 @@ def transfer(
             if optimizer is not None:
                 optimizer.step()
             steps += 1
+        if steps == 0:
+            raise ValueError("batches is empty; pass at least one dictionary of model inputs")
+        rows = _rows(lessons, steps)
+    except BaseException:
+        for parameter, (value, _) in zip(parameters, before, strict=True):
+            parameter.data.copy_(value)
+        raise
     finally:
         for core in cores.values():
             del core.lesson
         for module in training:
             module.training = True
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        for parameter, (_, gradient) in zip(parameters, before, strict=True):
             parameter.grad = gradient
-    if steps == 0:
-        raise ValueError("batches is empty; pass at least one dictionary of model inputs")
-    return _rows(lessons, steps)
+    return rows
 
 
 def _cores(model: nn.Module) -> dict[str, nn.Module]:
@@ -132,4 +139,11 @@ def _rows(lessons: Mapping[str, Lesson], steps: int) -> list[Row]:
     for name, lesson in lessons.items():
         calls = torch.stack(lesson.errors).view(steps, -1).mean(1).tolist() if lesson.errors else []
         rows += [{"step": step, "layer": name, "error": error} for step, error in enumerate(calls)]
-    return sorted(rows, key=lambda row: row["step"])
+    rows.sort(key=lambda row: row["step"])
+    for row in rows:
+        if not math.isfinite(row["error"]):
+            raise ValueError(
+                f"{row['layer']} has an error of {row['error']} in batch {row['step']}; lower "
+                "learning_rate, or look for NaN in the model"
+            )
+    return rows

@@ -29,7 +29,6 @@ NAMES = {
 }
 AVERAGED = ("text", "listops", "pathfinder", "image")  # what everyone can run
 CLOSE = 2.0  # points of softmax below the paper, beyond which a task counts as under-trained
-JUDGED = AVERAGED
 EQUAL = ("steps", "batch_size", "layers", "width", "heads", "pool", "precision", "data", "examples")
 
 
@@ -107,7 +106,7 @@ def _under_trained(by_task: dict[str, list[Row]]) -> dict[str, tuple[float, floa
     """Tasks on which our softmax is far below the paper's: (ours, the paper's)."""
     printed = dict(zip(ARENA, TABLE_5["softmax"], strict=True))
     late = {}
-    for task in JUDGED:
+    for task in AVERAGED:
         softmax = [row for row in by_task.get(task, []) if row["mechanism"] == "softmax"]
         mean = Mean.of(row["accuracy"] for row in at_best_rate(softmax)) if softmax else None
         wanted = printed[task]

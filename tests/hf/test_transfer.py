@@ -116,10 +116,15 @@ def test_mode_gradients_and_iterables_are_left_alone():
 def test_a_failed_batch_leaves_the_model_usable():
     model, ids = make("roberta"), text(2, 12)
     lln.hf.replace(model, "lln_diag", quiet=True, **LEARNED)
+    before = weights(model)
     with pytest.raises(ValueError, match="exactly one of input_ids"):
         lln.hf.transfer(model, [{"input_ids": ids}, {"nonsense": ids}])
     assert not any(hasattr(module, "lesson") for module in model.modules())
-    model(ids)
+    assert all(x.equal(before[name]) for name, x in weights(model).items())
+    model.roberta.encoder.layer[1].attention.self.value.weight.data.fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"layer\.1.* error of nan in batch 0"):
+        lln.hf.transfer(model, [{"input_ids": ids}])
+    assert all(x.equal(before[name]) for name, x in weights(model).items() if ".lln." in name)
 
 
 def test_bad_requests_say_what_to_do():
