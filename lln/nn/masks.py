@@ -6,10 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-
-def _readable(mask: Tensor) -> bool:
-    """Values are checked where that costs no device synchronisation and breaks no graph."""
-    return mask.device.type == "cpu" and not torch.compiler.is_compiling()
+from lln.ops.arguments import may_look_at
 
 
 def valid_keys(
@@ -36,7 +33,7 @@ def valid_keys(
             "floating point (-inf = ignore)"
         )
     visible = mask == 0
-    if _readable(mask) and not bool((visible | (mask == -torch.inf)).all()):
+    if may_look_at(mask) and not bool((visible | (mask == -torch.inf)).all()):
         raise ValueError(
             "key_padding_mask holds values other than 0 and -inf: LLN attention can ignore a key "
             "but not add a bias to its score; give a bool mask (True = ignore)"
@@ -67,7 +64,7 @@ def check_causal_mask(
             f"attn_mask has shape {list(attn_mask.shape)}; with is_causal=True it must be the "
             f"square causal mask [{queries}, {keys}], or None"
         )
-    if _readable(attn_mask) and not _is_causal(attn_mask):
+    if may_look_at(attn_mask) and not _is_causal(attn_mask):
         raise ValueError(
             "is_causal=True, but attn_mask is not the causal mask (as made by "
             "nn.Transformer.generate_square_subsequent_mask); other masks are not possible"

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lln.ops import transforms
 from lln.protocols import FLOATING, compute_dtype
 
 
@@ -113,6 +114,11 @@ def check_mask(name: str, mask: Tensor | None, batch: int, tokens: int, like: Te
         )
 
 
+def may_look_at(x: Tensor) -> bool:
+    """Whether values may be checked: not where that waits for a device, nor of traced tensors."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not transforms.active()
+
+
 def as_scale(name: str, value: float | Tensor, batch: int, heads: int, like: Tensor) -> Tensor:
     """``alpha`` or ``beta`` as a tensor ``[B, heads]`` of the compute dtype; gradients flow."""
     dtype = compute_dtype(like)
@@ -135,7 +141,7 @@ def as_scale(name: str, value: float | Tensor, batch: int, heads: int, like: Ten
             f"{name} has shape {list(value.shape)}; pass a number, [heads] = [{heads}] or "
             f"[batch, heads] = [{batch}, {heads}]"
         )
-    if value.device.type == "cpu" and not torch.compiler.is_compiling():
+    if may_look_at(value):
         values = value.detach()
         good = bool((values.isfinite() & (values >= 0)).all())
         _check_scale_values(name, values.tolist(), good)

@@ -98,6 +98,17 @@ def test_gradients_per_sample_are_those_of_each_sample(options):
         torch.testing.assert_close(tuple(x[i] for x in found), expected)
 
 
+def test_samples_may_have_scales_of_their_own():
+    q, k, v = random_qkv(3, 2, 9, width=4, value_width=4)
+    alpha = torch.tensor([[1.2, 0.9], [0.5, 2.0], [1.0, 1.5]], dtype=q.dtype)
+
+    def attention(q, k, v, alpha):
+        return lln.attention(q[None], k[None], v[None], alpha=alpha, beta=1.1, impl="eager")[0]
+
+    found = torch.vmap(attention)(q, k, v, alpha)
+    torch.testing.assert_close(found, lln.attention(q, k, v, alpha=alpha, beta=1.1))
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -115,18 +126,19 @@ def test_gradients_per_sample_of_a_module(settings):
 
 
 def test_gradients_per_sample_of_a_drop_in_layer():
+    """With padding, whose values are looked at where they can be."""
     x = torch.randn(3, 6, 8, dtype=torch.float64)
-    layer = LLNMultiheadAttention(8, 2, batch_first=True, diag_block=4).double()
+    hidden = torch.arange(6) >= torch.tensor([6, 4, 5])[:, None]
 
     class Self(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layer = layer
+            self.layer = LLNMultiheadAttention(8, 2, batch_first=True, diag_block=4).double()
 
-        def forward(self, x):
-            return self.layer(x, x, x, need_weights=False)[0]
+        def forward(self, x, hidden):
+            return self.layer(x, x, x, key_padding_mask=hidden, need_weights=False)[0]
 
-    _check_samples(Self(), (x,))
+    _check_samples(Self(), (x, hidden))
 
 
 def _check_samples(model: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
