@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from lln.report.results import Mean, Row, grouped
 
+TESTED = "test once, with the weights best on validation."
+
 
 def rate(row: Row) -> float:
     return row["configuration"]["learning_rate"]
@@ -30,24 +32,22 @@ def at_best_rate(rows: Sequence[Row]) -> list[Row]:
 
 def rates_note(rows: Sequence[Row]) -> str:
     """How the rate was found."""
-    tried = sorted({rate(row) for row in rows})
-    words = ", ".join(f"{each:g}" for each in tried)
-    if len(tried) == 1:
-        return f"Learning rate {words} for all; test once, with the weights best on validation."
-    return (
-        f"Learning rates {words} for all, the best on validation is shown; test once, with the "
-        "weights best on validation."
-    )
+    several = len({rate(row) for row in rows}) > 1
+    chosen = ", the best on validation is shown" if several else ""
+    return f"Learning {_listed(rows)} for all{chosen}; {TESTED}"
 
 
 def rates_tried(rows: Sequence[Row]) -> str:
     """Rates of one task, for a table of several; says so if a mechanism lacks one."""
-    tried = sorted({rate(row) for row in rows})
-    words = ("rate " if len(tried) == 1 else "rates ") + ", ".join(f"{each:g}" for each in tried)
+    tried = {rate(row) for row in rows}
     own = grouped(rows, lambda row: (row["mechanism"], str(row["configuration"].get("options"))))
-    if all({rate(row) for row in each} == set(tried) for each in own.values()):
-        return words
-    return f"{words} (some mechanisms at fewer)"
+    complete = all({rate(row) for row in each} == tried for each in own.values())
+    return _listed(rows) + ("" if complete else " (some mechanisms at fewer)")
+
+
+def _listed(rows: Sequence[Row]) -> str:
+    tried = sorted({rate(row) for row in rows})
+    return ("rate " if len(tried) == 1 else "rates ") + ", ".join(f"{each:g}" for each in tried)
 
 
 def is_fixed(row: Row) -> bool:

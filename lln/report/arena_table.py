@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lln.report.accuracy import at_best_rate, rate, rates_tried
+from lln.report.accuracy import TESTED, at_best_rate, rate, rates_tried
 from lln.report.paper_values import ARENA, TABLE_5
 from lln.report.results import (
     Mean,
@@ -130,8 +130,8 @@ def _notes(
         f"{rows[0]['configuration']['data']}"
         for task, rows in by_task.items()
     )
-    chosen = "Of several learning rates, the best on validation is shown; test once, with the "
-    notes = [f"{setting}.", f"{chosen}weights best on validation."]
+    chosen = f"Of several learning rates, the best on validation is shown; {TESTED}"
+    notes = [f"{setting}.", chosen]
     notes += [
         f"† {NAMES[task]} is under-trained: softmax has {ours:.2f} %, {wanted:.2f} % in the paper."
         for task, (ours, wanted) in late.items()
