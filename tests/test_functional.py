@@ -299,3 +299,23 @@ def test_numbers_given_in_inference_mode_can_be_trained_with_later():
         lln.attention(q, k, v, alpha=1.23, beta=1.23)
     lln.attention(q, k, v, alpha=1.23, beta=1.23).sum().backward()
     assert q.grad is not None and q.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("impl", ["eager", "reference"])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"diag_block": 4}], ids=str)
+@pytest.mark.parametrize("batch, queries, keys", [(0, 8, 8), (0, 3, 8), (2, 0, 5), (2, 5, 0)])
+def test_nothing_in_gives_nothing_out(batch, queries, keys, options, impl):
+    """An empty batch, no queries or no keys are sizes like any other, for gradients too."""
+    q, k, v = random_qkv(batch, 4, queries, keys, 8, 6, key_heads=2)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = lln.attention(q, k, v, alpha=2.0, beta=2.0, impl=impl, **options)
+    assert out.shape == (batch, 4, queries, 6) and (out == 0).all()
+    for x, gradient in zip((q, k, v), torch.autograd.grad(out.sum(), (q, k, v)), strict=True):
+        assert gradient.shape == x.shape and (gradient == 0).all()
+
+
+def test_a_stream_of_no_samples():
+    q, k, v = random_qkv(0, 4, 5, key_heads=2)
+    out, state = lln.prefill(q, k, v, alpha=2.0, beta=2.0)
+    out, state = lln.prefill(q, k, v, state, alpha=2.0, beta=2.0)
+    assert out.shape == q.shape and len(state.mean) == 0

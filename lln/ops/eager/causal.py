@@ -57,6 +57,8 @@ def _causal(
     out, row_mass = _causal_shapes(
         q, k, v, alpha, beta, key_mask, log_mass, mean, slot_dropout, normalize_keys, wide
     )
+    if q.shape[0] * q.shape[1] == 0:  # no rows at all: there is nothing to cut into tiles
+        return out, row_mass
     state = inputs.expand(log_mass), inputs.expand(mean)
     for part in segments(q.flatten(0, 1), inputs.tile):
         values, masses, *state = _forward_segment(inputs, part, *state)

@@ -145,6 +145,8 @@ def _causal_backward(
     inputs = Inputs(q, k, v, alpha, beta, key_mask, slot_dropout, normalize_keys)
     d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     d_alpha, d_beta = torch.zeros_like(alpha), torch.zeros_like(beta)
+    if q.shape[0] * q.shape[1] == 0:
+        return d_q, d_k, d_v, d_alpha, d_beta, torch.zeros_like(log_mass), torch.zeros_like(mean)
     parts = segments(q.flatten(0, 1), inputs.tile)
     states = [(inputs.expand(log_mass), inputs.expand(mean))]
     for part in parts[:-1]:
