@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from lln import distributed as distributed
     from lln import hf as hf
     from lln import instruments, moments, nn
-    from lln.functional import attention, attention_varlen, prefill
+    from lln.functional import attention, attention_varlen, prefill, which
     from lln.moments import match_moments
-    from lln.ops.dispatch import which
     from lln.ops.state import State, read, summarize
     from lln.zoo import create, describe, list_mechanisms
 
@@ -28,7 +27,7 @@ _PUBLIC = {
     "read": "lln.ops.state",
     "State": "lln.ops.state",
     "match_moments": "lln.moments",
-    "which": "lln.ops.dispatch",
+    "which": "lln.functional",
     "create": "lln.zoo",
     "list_mechanisms": "lln.zoo",
     "describe": "lln.zoo",

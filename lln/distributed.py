@@ -14,10 +14,11 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lln.functional import block_scale, check_pair
+from lln.functional import block_scale, check_block_options, check_pair, explain_sdpa_arguments
 from lln.moments import match_moments, standard_deviations
 from lln.ops.arguments import as_scale, autocast, check_mask, check_positive_int, check_qkv
 from lln.ops.block_diagonal import block_diagonal
+from lln.ops.branches import blend
 from lln.ops.causal import causal
 from lln.ops.dispatch import choose
 from lln.ops.eager.features import finite_or_zero
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from lln.moments import MomentFit
 
 
+@explain_sdpa_arguments
 def attention(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B Hkv M D"],
@@ -82,12 +84,15 @@ def attention(
     check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k)
     check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q)
     check_pair(alpha, beta, is_causal)
+    check_block_options(scale, diag_block)
     _check_group(group)
     if impl == "reference":
         raise ValueError("impl='reference' has no states to exchange; pass 'triton' or 'eager'")
     _check_slice(q, k, is_causal, diag_block)
     if alpha is None or beta is None:
-        alpha, beta = _measured_scales(q, k, key_mask, query_mask, group, method, normalize_keys)
+        alpha, beta = _measured_scales(
+            q, k, key_mask, query_mask, group, method, normalize_keys, impl
+        )
     scales = {
         "alpha": as_scale("alpha", alpha, q.shape[0], q.shape[1], q),
         "beta": as_scale("beta", beta, k.shape[0], k.shape[1], k),
@@ -107,8 +112,7 @@ def attention(
         is_causal=is_causal,
         impl=impl,
     )
-    wide = compute_dtype(q)
-    return torch.lerp(local.to(wide), linear.to(wide), 0.5).to(q.dtype)
+    return blend(linear, local, None, q.dtype)
 
 
 def _linear(
@@ -211,10 +215,13 @@ def _measured_scales(
     group: Any,
     method: str | MomentFit,
     normalize_keys: bool,
+    impl: str | None,
 ) -> tuple[Tensor, Tensor]:
     """alpha and beta of the whole sequence, as constants of the backward pass."""
     key_heads = k.shape[1]
-    sigma_q, sigma_k = standard_deviations(q, k, key_mask=key_mask, query_mask=query_mask)
+    sigma_q, sigma_k = standard_deviations(
+        q, k, key_mask=key_mask, query_mask=query_mask, impl=impl
+    )
     own = [
         *_count_and_mean(q.detach(), query_mask, key_heads),
         sigma_q,
@@ -226,7 +233,7 @@ def _measured_scales(
         _pooled(*part.unbind(-1)).to(sigma_q.dtype) for part in slices.split(3, dim=-1)
     )
     alpha, beta = match_moments(
-        sigma_q, sigma_k, q.shape[-1], method=method, normalize_keys=normalize_keys
+        sigma_q, sigma_k, q.shape[-1], method=method, normalize_keys=normalize_keys, impl=impl
     )
     return alpha.repeat_interleave(q.shape[1] // key_heads, dim=1), beta
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,9 +16,10 @@ from lln.ops import triton
 from lln.ops.arguments import as_scale, autocast, check_mask, check_positive_int, check_qkv
 from lln.ops.bidirectional import bidirectional
 from lln.ops.causal import causal
+from lln.ops.dispatch import choose, name_of
 from lln.ops.lln_diag import lln_diag
 from lln.ops.state import State, read, summarize
-from lln.ops.varlen import check_packed, packed_standard_deviations, varlen
+from lln.ops.varlen import check_packed, check_packed_qkv, packed_standard_deviations, varlen
 from lln.protocols import Call
 
 if TYPE_CHECKING:
@@ -24,7 +27,33 @@ if TYPE_CHECKING:
 
     Method = str | MomentFit
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+_OF_SDPA = {
+    "attn_mask": "linear attention never forms the scores it would act on. Possible are key_mask "
+    "(ignore keys), is_causal=True, diag_block (a local softmax branch) and attention_varlen "
+    "(packed sequences)",
+    "dropout_p": "a function has no training mode to drop in; lln.nn.LLNAttention(..., dropout=) "
+    "drops attention weights while training",
+    "enable_gqa": "leave it out: k and v may always have fewer heads than q",
+}
+
+
+def explain_sdpa_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Tell who comes from scaled_dot_product_attention what to write instead."""
+
+    @functools.wraps(function)
+    def explained(*args: P.args, **options: P.kwargs) -> R:
+        for name, remedy in _OF_SDPA.items():
+            if name in options:
+                raise TypeError(f"{name} is refused: {remedy}")
+        return function(*args, **options)
+
+    return explained
+
+
+@explain_sdpa_arguments
 def attention(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B Hkv M D"],
@@ -55,10 +84,11 @@ def attention(
             masked queries are computed all the same.
         is_causal: Query i sees keys j <= i + M − N. alpha and beta are then required.
         diag_block: Average with softmax attention inside blocks of this many positions: LLN+Diag.
-        scale: Of the block-diagonal branch; 1/sqrt(D) by default.
+        scale: Of the block-diagonal branch, so not without it; 1/sqrt(D) by default.
         method: "paper", "variance", "entropy" or a :class:`lln.moments.MomentFit`.
         normalize_keys: Use log_softmax_l(beta k_j) as key features: the unbiased variant.
-        impl: "triton", "eager" or "reference"; None takes the fastest that accepts the tensors.
+        impl: "triton", "mixed", "eager" or "reference", obeyed or refused with the reason; None
+            takes the fastest that accepts the tensors, which :func:`which` names.
 
     Returns:
         Same dtype as ``q``; 0 for queries that see no key. Sums are kept in float32 or wider.
@@ -73,7 +103,10 @@ def attention(
     check_qkv(q, k, v)
     check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k)
     check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q)
-    scales = _scales(q, k, alpha, beta, key_mask, query_mask, is_causal, method, normalize_keys)
+    check_block_options(scale, diag_block)
+    scales = _scales(
+        q, k, alpha, beta, key_mask, query_mask, is_causal, method, normalize_keys, impl
+    )
     options = {
         "alpha": scales[0],
         "beta": scales[1],
@@ -87,6 +120,7 @@ def attention(
     return (causal if is_causal else bidirectional)(q, k, v, **options)
 
 
+@explain_sdpa_arguments
 def attention_varlen(
     q: Float[Tensor, "T H D"],
     k: Float[Tensor, "Tk Hkv D"],
@@ -124,6 +158,7 @@ def attention_varlen(
     q, k, v = autocast(q, k, v)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, key_mask, query_mask)
+    check_block_options(scale, diag_block)
     check_pair(alpha, beta, is_causal)
     sequences, heads, key_heads = len(cu_seqlens_q) - 1, q.shape[1], k.shape[1]
     if alpha is None or beta is None:
@@ -131,7 +166,7 @@ def attention_varlen(
             q, k, cu_seqlens_q, cu_seqlens_k, key_mask=key_mask, query_mask=query_mask
         )
         alpha, beta = moments.match_moments(
-            sigma_q, sigma_k, q.shape[-1], method=method, normalize_keys=normalize_keys
+            sigma_q, sigma_k, q.shape[-1], method=method, normalize_keys=normalize_keys, impl=impl
         )
         alpha = alpha.repeat_interleave(heads // key_heads, dim=1)
     return varlen(
@@ -201,21 +236,61 @@ def prefill(
             normalize_keys=normalize_keys,
         )
         return out, State(log_mass, mean)
-    added = summarize(k, v, beta=scales["beta"], key_mask=key_mask, normalize_keys=normalize_keys)
+    keys = {"key_mask": key_mask, "normalize_keys": normalize_keys}
+    added = summarize(k, v, beta=scales["beta"], impl=impl, **keys)
     after = added if state is None else state.merge(added)
-    if q.shape[2] == 1 and impl is None:
-        return read(q, after, alpha=scales["alpha"]), after
+    if q.shape[2] == 1:
+        return read(q, after, alpha=scales["alpha"], impl=impl), after
     out = causal(
         q,
         k,
         v,
         **scales,
-        key_mask=key_mask,
-        normalize_keys=normalize_keys,
+        **keys,
         state=state,
         impl=impl,
     )
     return out, after
+
+
+def which(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = False,
+    diag_block: int | None = None,
+    dropout: float = 0.0,
+    impl: str | None = None,
+) -> str:
+    """The name of the implementation that runs for these tensors.
+
+    "triton": our kernels. "mixed": LLN+Diag whose LLN branch has a kernel and whose blocks have
+    none. "eager": plain PyTorch in linear time. "reference": the O(N²) definition, only if asked.
+
+    Args:
+        q, k, v: Of :func:`attention`, or packed ones of :func:`attention_varlen`.
+        dropout: Of attention weights, as :class:`lln.nn.LLNAttention` has it while training.
+
+    Raises:
+        ValueError: ``impl`` is unknown, or refused for these tensors; the message says why.
+
+    Example:
+        >>> lln.which(q, k, v)        # CPU tensors
+        'eager'
+    """
+    q, k, v = autocast(q, k, v)
+    if diag_block is not None:
+        check_positive_int("diag_block", diag_block)
+    op = "causal" if is_causal else "bidirectional"
+    if isinstance(q, Tensor) and q.dim() == 3:
+        check_packed_qkv(q, k, v)
+        op = "varlen"
+    else:
+        check_qkv(q, k, v)
+        op = op if diag_block is None else "lln_diag"
+    needs = frozenset({"dropout"} if dropout else ())
+    return name_of(choose(Call(op, q, k, v, needs, is_causal, diag_block), impl))
 
 
 def _decodes_in_one_launch(
@@ -248,7 +323,7 @@ def check_pair(alpha: object, beta: object, is_causal: bool) -> None:
 
 
 def _scales(
-    q, k, alpha, beta, key_mask, query_mask, is_causal, method, normalize_keys
+    q, k, alpha, beta, key_mask, query_mask, is_causal, method, normalize_keys, impl
 ) -> tuple[Tensor, Tensor]:
     check_pair(alpha, beta, is_causal)
     if alpha is not None:
@@ -263,7 +338,17 @@ def _scales(
         query_mask=query_mask,
         method=method,
         normalize_keys=normalize_keys,
+        impl=impl,
     )
+
+
+def check_block_options(scale: float | None, diag_block: int | None) -> None:
+    """No option of the diagonal branch without one."""
+    if scale is not None and diag_block is None:
+        raise ValueError(
+            f"scale={scale!r} is of the diagonal branch and would be ignored without diag_block; "
+            "give diag_block too. LLN itself is scaled by alpha and beta"
+        )
 
 
 def block_scale(scale: float | None, block: int, width: int) -> float:

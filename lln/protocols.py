@@ -27,9 +27,10 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Call:
-    """What an implementation is asked to do, for :func:`lln.which` and for refusals.
+    """What an implementation is asked to do: all that its refusal may depend on.
 
     ``needs`` names features beyond the plain op: ``"dropout"``, ``"learned_mix"``, ``"state"``.
+    ``is_causal`` and ``block`` are given for ops that have them as options.
     """
 
     op: str
@@ -37,6 +38,8 @@ class Call:
     k: Tensor
     v: Tensor
     needs: frozenset[str] = field(default_factory=frozenset)
+    is_causal: bool = False
+    block: int | None = None
 
 
 @dataclass(frozen=True)

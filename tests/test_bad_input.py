@@ -72,6 +72,11 @@ WRONG = {
         ValueError,
         "scale=inf",
     ),
+    "scale of no block": ((Q, K, V), {"scale": 0.3}, ValueError, "scale=0.3.*give diag_block"),
+    "attn_mask": ((Q, K, V), {"attn_mask": MASK}, TypeError, "attn_mask is refused.*key_mask"),
+    "dropout_p": ((Q, K, V), {"dropout_p": 0.1}, TypeError, "dropout_p.*lln.nn.LLNAttention"),
+    "enable_gqa": ((Q, K, V), {"enable_gqa": True}, TypeError, "enable_gqa.*leave it out"),
+    "typo": ((Q, K, V), {"is_casual": True}, TypeError, "is_casual"),
 }
 
 
@@ -114,6 +119,37 @@ def test_varlen_says_what_else_is_wrong():
         lln.attention_varlen(q, k, v, cu, key_mask=torch.ones(5).bool())
     with pytest.raises(ValueError, match="future leak"):
         lln.attention_varlen(q, k, v, cu, is_causal=True)
+
+
+def test_varlen_refuses_what_attention_refuses():
+    for name in ("scale of no block", "attn_mask", "dropout_p", "enable_gqa"):
+        _, options, kind, message = WRONG[name]
+        with pytest.raises(kind, match=message):
+            lln.attention_varlen(*PACKED, torch.tensor([0, 6]), **options)
+
+
+def test_tensors_of_a_mesh_are_refused_with_the_remedy(one_process):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    q, k, v = (distribute_tensor(x, mesh, [Shard(1)]) for x in (Q, K, V))
+    refused = pytest.raises(TypeError, match=r"q is a DTensor.*to_local.*lln.distributed")
+    with refused:
+        lln.attention(q, k, v)
+    with refused:
+        lln.nn.LLNAttention(4, 8, num_kv_heads=2)(q, k, v)
+    with refused:
+        lln.attention_varlen(q[0].transpose(0, 1), k[0], v[0], torch.tensor([0, 6]))
+    with pytest.raises(TypeError, match="k is a DTensor"):
+        lln.summarize(k, v, beta=2.0)
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 def test_states_say_what_is_wrong():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lln import zoo
 from lln.bench.cases import FORWARD, TRAINING, powers
 from lln.bench.check import CheckFailed
-from lln.ops.dispatch import which
+from lln.functional import which
 
 SEED = 0
 CHECK_LENGTH = 257
@@ -148,5 +148,5 @@ def _implementations(name: str, device: str, shape: dict[str, Any]) -> tuple[str
     if name not in OURS:
         return ("eager",)
     probe = torch.empty(1, shape["H"], 1, 64, dtype=getattr(torch, shape["dtype"]), device=device)
-    fastest = which(probe, probe, probe, diag_block=64 if name == "lln_diag" else None)
+    fastest = which(probe, probe, probe, diag_block=zoo.describe(name).defaults.get("diag_block"))
     return tuple(dict.fromkeys((fastest, "eager")))

@@ -83,13 +83,11 @@ class ResourceCase:
 
     def takes(self) -> bool:
         """Whether the kernels take this width and dtype; plain PyTorch is not compiled."""
+        dtype = getattr(torch, self.dtype)
         if self.op == "causal":
-            return tiles.causal_fits(self.D, self.D, getattr(torch, self.dtype))
+            return tiles.causal_fits(self.D, self.D, dtype)
         if self.op in ("lln_diag", "block_diagonal"):
-            from lln.ops.triton._block_diagonal import fits
-
-            q, k, v = self.tokens(1, 1, self.block)
-            return fits(q, k, v, self.block)
+            return tiles.block_fits(self.D, self.D, dtype, self.block)
         return True
 
 

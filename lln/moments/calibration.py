@@ -21,6 +21,7 @@ def calibrate(
     method: str | MomentFit = "paper",
     target: str = "product",
     normalize_keys: bool = False,
+    impl: str | None = None,
 ) -> tuple[Float[Tensor, "B H"], Float[Tensor, "B Hkv"]]:
     """Measure q and k per sample and head, and match LLN attention to softmax attention on them.
 
@@ -29,6 +30,7 @@ def calibrate(
         method, normalize_keys: See :func:`match_moments`.
         target: σ_sm² to match: "product", σ_q²σ_k², or "measured", the true variance of the
             scores, which contains C_cross of eq. (5).
+        impl: As in :func:`lln.attention`: "eager" and "reference" launch no kernel of ours.
 
     Returns:
         alpha, beta: constants of the backward pass, float32 (float64 for float64 inputs), finite
@@ -41,7 +43,9 @@ def calibrate(
     if target not in TARGETS:
         names = " or ".join(repr(name) for name in TARGETS)
         raise ValueError(f"target={target!r} is unknown; pass {names}")
-    sigma_q, sigma_k = standard_deviations(q, k, key_mask=key_mask, query_mask=query_mask)
+    sigma_q, sigma_k = standard_deviations(
+        q, k, key_mask=key_mask, query_mask=query_mask, impl=impl
+    )
     measured = None
     if target == "measured":
         measured = score_variance(q, k, key_mask=key_mask, query_mask=query_mask)
@@ -52,6 +56,7 @@ def calibrate(
         method=method,
         normalize_keys=normalize_keys,
         score_variance=measured,
+        impl=impl,
     )
     group = q.shape[1] // k.shape[1]
     return alpha[:, :, None].expand(-1, -1, group).flatten(1), beta

@@ -15,6 +15,7 @@ from lln.moments.curves import METHODS, ON_CPU, constant_under_compile, curve
 from lln.moments.line import PAPER, MomentFit
 from lln.ops import triton
 from lln.ops.arguments import check_floating
+from lln.ops.dispatch import may_launch
 from lln.protocols import compute_dtype
 
 # A constant input has σ = 0 and is treated alike by every finite alpha, so σ is clamped. The floor
@@ -32,6 +33,7 @@ def match_moments(
     method: str | MomentFit = "paper",
     normalize_keys: bool = False,
     score_variance: float | None = None,
+    impl: str | None = None,
 ) -> tuple[float, float]: ...
 @overload
 def match_moments(
@@ -42,6 +44,7 @@ def match_moments(
     method: str | MomentFit = "paper",
     normalize_keys: bool = False,
     score_variance: Tensor | float | None = None,
+    impl: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def match_moments(
@@ -52,6 +55,7 @@ def match_moments(
     method: str | MomentFit = "paper",
     normalize_keys: bool = False,
     score_variance: Tensor | float | None = None,
+    impl: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 def match_moments(
     sigma_q: Tensor | float,
@@ -61,6 +65,7 @@ def match_moments(
     method: str | MomentFit = "paper",
     normalize_keys: bool = False,
     score_variance: Tensor | float | None = None,
+    impl: str | None = None,
 ) -> tuple[Tensor, Tensor] | tuple[float, float]:
     r"""Scales that make LLN attention as concentrated as softmax attention on the same inputs.
 
@@ -77,6 +82,7 @@ def match_moments(
         normalize_keys: Match the variant whose key features are log_softmax_l(beta k_j). The lines
             do not know it; "entropy" can match it for σ_sm² up to 1.6 ln D.
         score_variance: σ_sm² itself, if it is known better than by the product.
+        impl: As in :func:`lln.attention`: "eager" and "reference" launch no kernel of ours.
 
     Returns:
         alpha, beta: floats for numbers; for tensors, tensors of their broadcast shape, dtype and
@@ -108,7 +114,7 @@ def match_moments(
         else torch.full((), value, dtype=wide, device=device)
         for name, value in given.items()
     }
-    in_one = _one_launch(values) and not torch.compiler.is_compiling()
+    in_one = may_launch(impl) and _one_launch(values) and not torch.compiler.is_compiling()
     matched = _match_in_one_launch if in_one else _match
     alpha, beta = matched(values, head_dim, method, normalize_keys)
     return alpha.to(dtype), beta.to(dtype)

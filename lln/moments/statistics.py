@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lln.ops import triton
 from lln.ops.arguments import check_alike, check_floating, check_heads, check_mask, no_autocast
+from lln.ops.dispatch import may_launch
 from lln.protocols import Call, compute_dtype
 
 
@@ -17,12 +18,14 @@ def standard_deviations(
     *,
     key_mask: Bool[Tensor, "B M"] | None = None,
     query_mask: Bool[Tensor, "B N"] | None = None,
+    impl: str | None = None,
 ) -> tuple[Float[Tensor, "B Hkv"], Float[Tensor, "B Hkv"]]:
     """σ_q and σ_k of every sample and key head, over its valid tokens and all features.
 
     Args:
         key_mask, query_mask: True = counts. The content of other tokens never matters, NaN
             included.
+        impl: As in :func:`lln.attention`: "eager" and "reference" launch no kernel of ours.
 
     Returns:
         Biased standard deviations around the mean of all N·D elements; σ_q is pooled over the
@@ -36,7 +39,7 @@ def standard_deviations(
         >>> sigma_q, sigma_k = standard_deviations(q, k)        # [2, 8, 100, 64] -> [2, 8]
     """
     _check(q, k, key_mask, query_mask)
-    if triton.refuses(Call("standard_deviations", q, k, k)) is None:
+    if may_launch(impl) and triton.refuses(Call("standard_deviations", q, k, k)) is None:
         return triton.standard_deviations(q, k, key_mask=key_mask, query_mask=query_mask)
     return _deviation(q, query_mask, k.shape[1]), _deviation(k, key_mask, k.shape[1])
 

@@ -279,7 +279,7 @@ class LLNAttention(nn.Module):
         first = max(0, keys - queries - self.conv + 1) if draw.is_causal else 0
         mask = None if draw.key_mask is None else draw.key_mask[:, first:]
         seen = hide(v[:, :, first:], mask)
-        near = convolve_tokens(seen, weight, causal=draw.is_causal)
+        near = convolve_tokens(seen, weight, causal=draw.is_causal, impl=self.impl)
         return self.for_queries(near[:, :, near.shape[2] - queries :])
 
     def for_queries(self, x: Float[Tensor, "B Hkv N E"]) -> Float[Tensor, "B H N E"]:

@@ -64,6 +64,12 @@ def check_floating(name: str, x: object) -> None:
     """A floating-point tensor, or TypeError."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; pass a torch.Tensor")
+    if type(x).__name__ == "DTensor":  # by name: its module loads all of torch.distributed
+        raise TypeError(
+            f"{name} is a DTensor, for which these operators have no rule; pass {name}.to_local() "
+            "if batch or heads are sharded, and use lln.distributed.attention on the local slices "
+            "if tokens are"
+        )
     if x.dtype not in FLOATING:
         raise TypeError(
             f"{name} has dtype {x.dtype}; pass float16, bfloat16, float32 or float64, "

@@ -32,6 +32,6 @@ def block_diagonal(
     """
     extra = {} if probability_dropout is None else {"probability_dropout": probability_dropout}
     needs = frozenset({"dropout"} if extra else ())
-    return choose(Call("block_diagonal", q, k, v, needs), impl).block_diagonal(
+    return choose(Call("block_diagonal", q, k, v, needs, is_causal, block), impl).block_diagonal(
         q, k, v, block=block, scale=scale, key_mask=key_mask, is_causal=is_causal, **extra
     )

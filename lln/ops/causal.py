@@ -42,6 +42,6 @@ def causal(
     if state is not None:
         extra["state"] = state
     needs = frozenset({"slot_dropout": "dropout", "state": "state"}[name] for name in extra)
-    return choose(Call("causal", q, k, v, needs), impl).causal(
+    return choose(Call("causal", q, k, v, needs, is_causal=True), impl).causal(
         q, k, v, alpha=alpha, beta=beta, key_mask=key_mask, normalize_keys=normalize_keys, **extra
     )

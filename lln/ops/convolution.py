@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lln.ops import triton
 from lln.ops.arguments import exported_for_any
+from lln.ops.dispatch import may_launch
 from lln.protocols import Call
 
 LEAST_BLOCK = 32
@@ -43,13 +44,18 @@ def draw_filters_(weight: Tensor, taps: int) -> Tensor:
 
 
 def convolve_tokens(
-    v: Float[Tensor, "B H N E"], weight: Float[Tensor, "H K"], *, causal: bool = False
+    v: Float[Tensor, "B H N E"],
+    weight: Float[Tensor, "H K"],
+    *,
+    causal: bool = False,
+    impl: str | None = None,
 ) -> Float[Tensor, "B H N E"]:
     """v convolved over its tokens by the filter of its head, in the dtype of v.
 
     Args:
         causal: The last weight is that of the token itself; otherwise the one in the middle is, and
             K is odd.
+        impl: As in :func:`lln.attention`: "eager" and "reference" launch no kernel of ours.
 
     Example:
         >>> v, weight = torch.ones(1, 1, 4, 1), torch.ones(1, 3)
@@ -58,13 +64,17 @@ def convolve_tokens(
         >>> convolve_tokens(v, weight, causal=True).flatten().tolist()
         [1.0, 2.0, 3.0, 3.0]
     """
-    if _kernel_takes(v, weight):
+    if may_launch(impl) and _kernel_takes(v, weight):
         return triton.convolution(v, weight, causal=causal)
     return convolve_by_blocks(v, weight, causal=causal)
 
 
 def convolve_next(
-    v: Float[Tensor, "B H N E"], weight: Float[Tensor, "H K"], past: Float[Tensor, "B H before E"]
+    v: Float[Tensor, "B H N E"],
+    weight: Float[Tensor, "H K"],
+    past: Float[Tensor, "B H before E"],
+    *,
+    impl: str | None = None,
 ) -> Float[Tensor, "B H N E"]:
     """The causal convolution of tokens that follow others.
 
@@ -74,7 +84,7 @@ def convolve_next(
     together = torch.cat([past.to(v), v], 2)
     if v.shape[2] == 1:
         return torch.einsum("hk,bhke->bhe", weight.to(v), together)[:, :, None]
-    return convolve_tokens(together, weight, causal=True)[:, :, past.shape[2] :]
+    return convolve_tokens(together, weight, causal=True, impl=impl)[:, :, past.shape[2] :]
 
 
 def last_values(

@@ -1,25 +1,24 @@
 """The table of implementations, and the choice among them.
 
-An explicit choice succeeds or explains; only ``impl=None`` may choose, and :func:`which` tells
-what it takes.
+An explicit choice is obeyed or refused with the reason; only ``impl=None`` may choose, and
+:func:`lln.which` tells what it takes. Nothing below this table chooses again.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
 
-from torch import Tensor
-
-from lln.ops import eager, reference, triton
+from lln.ops import eager, mixed, reference, triton
 from lln.protocols import Call
 
 # In order of preference; the reference is never taken unasked.
 IMPLEMENTATIONS: dict[str, ModuleType] = {
     "triton": triton,
+    "mixed": mixed,
     "eager": eager,
     "reference": reference,
 }
-_CHOSEN_BY_DEFAULT = ("triton", "eager")
+_CHOSEN_BY_DEFAULT = ("triton", "mixed", "eager")
 
 
 def choose(call: Call, impl: str | None) -> ModuleType:
@@ -43,21 +42,11 @@ def choose(call: Call, impl: str | None) -> ModuleType:
     return IMPLEMENTATIONS[impl]
 
 
-def which(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    is_causal: bool = False,
-    diag_block: int | None = None,
-    impl: str | None = None,
-) -> str:
-    """The name of the implementation :func:`lln.attention` would take for these tensors.
+def name_of(implementation: ModuleType) -> str:
+    """The word of an implementation in the table."""
+    return next(name for name, known in IMPLEMENTATIONS.items() if known is implementation)
 
-    Example:
-        >>> lln.which(q, k, v)        # CPU tensors
-        'eager'
-    """
-    op = "causal" if is_causal else "bidirectional"
-    module = choose(Call("lln_diag" if diag_block else op, q, k, v), impl)
-    return next(name for name, known in IMPLEMENTATIONS.items() if known is module)
+
+def may_launch(impl: str | None) -> bool:
+    """Whether ``impl`` leaves the helpers of an op (statistics, convolution) to Triton kernels."""
+    return impl in (None, "triton", "mixed")

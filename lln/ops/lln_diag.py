@@ -45,7 +45,7 @@ def lln_diag(
         if value is not None
     }
     needs = frozenset("learned_mix" if name == "mix" else "dropout" for name in extra)
-    return choose(Call("lln_diag", q, k, v, needs), impl).lln_diag(
+    return choose(Call("lln_diag", q, k, v, needs, is_causal, block), impl).lln_diag(
         q,
         k,
         v,

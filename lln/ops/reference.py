@@ -19,7 +19,7 @@ from lln.protocols import Call, compute_dtype
 
 
 def refuses(call: Call) -> str | None:
-    """The reference has no options: no dropout, no learned mix, no carried state."""
+    """The reference has no options: no dropout, no learned mix, no state before causal keys."""
     if call.needs:
         return f"the O(N²) reference does not know {', '.join(sorted(call.needs))}"
     return None
@@ -194,3 +194,48 @@ def lln_diag(
         q, k, v, block=block, scale=scale, key_mask=key_mask, is_causal=is_causal
     )
     return (linear + local) / 2
+
+
+def summarize(k, v, *, beta, key_mask=None, normalize_keys=False) -> tuple[Tensor, Tensor]:
+    """L_l = ln Σ_j exp(β k_jl) and M_l = Σ_j exp(β k_jl − L_l) v_j of :class:`lln.State`."""
+    dtype = compute_dtype(k, v)
+    if key_mask is not None:
+        k = k.masked_fill(~key_mask[:, None, :, None], 0)
+    features = beta[..., None, None] * k.to(dtype)
+    if normalize_keys:
+        features = torch.log_softmax(features, dim=-1)
+    features = features.transpose(-1, -2)  # [B, Hkv, D, M]: a row for each feature
+    seen = visible(k.shape[3], k.shape[2], key_mask=key_mask, device=k.device)
+    log_mass = torch.logsumexp(features.masked_fill(~seen, -torch.inf), dim=-1)
+    return log_mass, attend(normalize_rows(features, seen), v.to(dtype), key_mask)
+
+
+def read(q, log_mass, mean, *, alpha) -> Tensor:
+    """Σ_l softmax_l(α q_il + L_l) M_l; 0 for the state of no keys."""
+    log_mass, mean = repeat_heads(log_mass, q.shape[1]), repeat_heads(mean, q.shape[1])
+    empty = (log_mass == -torch.inf).all(-1)[..., None, None]
+    level = log_mass[..., None, :].masked_fill(empty, 0)
+    slots = torch.softmax(alpha[..., None, None] * q.to(mean.dtype) + level, dim=-1)
+    return (slots.masked_fill(empty, 0) @ mean).to(q.dtype)
+
+
+def varlen(
+    q, k, v, cu_q, cu_k, *, alpha, beta, key_mask=None, block=None, scale=1.0, is_causal=False,
+    normalize_keys=False,
+) -> Tensor:  # fmt: skip
+    """Each packed sequence by itself, one after the other."""
+    op = causal if is_causal else bidirectional
+    if block is not None:
+        op = functools.partial(lln_diag, block=block, scale=scale, is_causal=is_causal)
+    out = [q.new_zeros((0, q.shape[1], v.shape[2]))]
+    for s in range(len(cu_q) - 1):
+        queries, keys = slice(cu_q[s], cu_q[s + 1]), slice(cu_k[s], cu_k[s + 1])
+        sequence = (x.transpose(0, 1)[None] for x in (q[queries], k[keys], v[keys]))
+        options = {
+            "alpha": alpha[s : s + 1],
+            "beta": beta[s : s + 1],
+            "key_mask": None if key_mask is None else key_mask[None, keys],
+            "normalize_keys": normalize_keys,
+        }
+        out.append(op(*sequence, **options)[0].transpose(0, 1))
+    return torch.cat(out)

@@ -87,6 +87,7 @@ def summarize(
     beta: float | Tensor,
     key_mask: Bool[Tensor, "B M"] | None = None,
     normalize_keys: bool = False,
+    impl: str | None = None,
 ) -> State:
     r"""The mergeable state of a set of keys in O(M D E) time.
 
@@ -96,6 +97,7 @@ def summarize(
         beta: A number, ``[Hkv]`` or ``[B, Hkv]``, from :func:`lln.match_moments`.
         key_mask: True = may be attended; masking a key equals leaving it out.
         normalize_keys: Use log_softmax_l(beta k_j) as key features: the unbiased variant.
+        impl: "triton", "eager" or "reference"; None takes the fastest that accepts the tensors.
 
     Example:
         >>> state = lln.summarize(k[:, :, :512], v[:, :, :512], beta=2.0)
@@ -112,14 +114,14 @@ def summarize(
     check_key_value(k, v)
     check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k)
     scale = as_scale("beta", beta, k.shape[0], k.shape[1], k)
-    log_mass, mean = choose(Call("summarize", k, k, v), None).summarize(
+    log_mass, mean = choose(Call("summarize", k, k, v), impl).summarize(
         k, v, beta=scale, key_mask=key_mask, normalize_keys=normalize_keys
     )
     return State(log_mass, mean)
 
 
 def read(
-    q: Float[Tensor, "B H N D"], state: State, *, alpha: float | Tensor
+    q: Float[Tensor, "B H N D"], state: State, *, alpha: float | Tensor, impl: str | None = None
 ) -> Float[Tensor, "B H N E"]:
     r"""What queries get from a state, in O(N D E) time.
 
@@ -127,6 +129,7 @@ def read(
 
     Args:
         alpha: A number, ``[H]`` or ``[B, H]``, from :func:`lln.match_moments`.
+        impl: "triton", "eager" or "reference"; None takes the fastest that accepts the tensors.
 
     Returns:
         Same dtype as ``q``; 0 for the empty state.
@@ -143,6 +146,6 @@ def read(
     if q.device != state.mean.device:
         raise ValueError(f"q is on {q.device} but the state on {state.mean.device}; move one")
     scale = as_scale("alpha", alpha, q.shape[0], q.shape[1], state.mean)
-    return choose(Call("read", q, state.mean, state.mean), None).read(
+    return choose(Call("read", q, state.mean, state.mean), impl).read(
         q, state.log_mass, state.mean, alpha=scale
     )

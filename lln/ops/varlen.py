@@ -30,7 +30,8 @@ def varlen(
     impl: str | None = None,
 ) -> Float[Tensor, "T H E"]:
     """LLN attention, eq. (8), of each packed sequence by itself; LLN+Diag with ``block``."""
-    return choose(Call("varlen", q, k, v), impl).varlen(
+    call = Call("varlen", q, k, v, is_causal=is_causal, block=block)
+    return choose(call, impl).varlen(
         q,
         k,
         v,
@@ -91,24 +92,7 @@ def check_packed(
     query_mask: Tensor | None,
 ) -> None:
     """Packed tensors ``[T, H, D]`` and the offsets that cut them, or a clear error."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_floating(name, x)
-        if x.dim() != 3:
-            raise ValueError(
-                f"{name} has shape {list(x.shape)}; pass packed [tokens, heads, width], "
-                "or use lln.attention for [batch, heads, tokens, width]"
-            )
-        check_alike("q", q, name, x)
-    if k.shape[:2] != v.shape[:2]:
-        raise ValueError(
-            f"k has shape {list(k.shape)} but v has {list(v.shape)}; tokens and heads must be equal"
-        )
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"q has {q.shape[1]} heads, which is not a multiple of the {k.shape[1]} key heads"
-        )
-    if q.shape[2] != k.shape[2]:
-        raise ValueError(f"q has width {q.shape[2]} but k has {k.shape[2]}; they must be equal")
+    check_packed_qkv(q, k, v)
     _check_offsets("cu_seqlens_q", cu_q, q.shape[0])
     _check_offsets("cu_seqlens_k", cu_k, k.shape[0])
     if len(cu_q) != len(cu_k):
@@ -127,6 +111,28 @@ def check_packed(
             raise TypeError(f"{name} is {kind}; pass a bool tensor [{tokens}]")
         if mask.shape != (tokens,):
             raise ValueError(f"{name} has shape {list(mask.shape)}; pass [tokens] = [{tokens}]")
+
+
+def check_packed_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Packed tensors ``[T, H, D]`` of one dtype and device, H a multiple of the key heads."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_floating(name, x)
+        if x.dim() != 3:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}; pass packed [tokens, heads, width], "
+                "or use lln.attention for [batch, heads, tokens, width]"
+            )
+        check_alike("q", q, name, x)
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(
+            f"k has shape {list(k.shape)} but v has {list(v.shape)}; tokens and heads must be equal"
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"q has {q.shape[1]} heads, which is not a multiple of the {k.shape[1]} key heads"
+        )
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"q has width {q.shape[2]} but k has {k.shape[2]}; they must be equal")
 
 
 def _check_offsets(name: str, cu: object, tokens: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lln.ops.triton.tiles import causal_fits
+from lln.ops.triton.tiles import block_fits, causal_fits
 from lln.protocols import HALF, Call
 
 _MODULES = {
@@ -65,11 +65,42 @@ def refuses(call: Call) -> str | None:
         return f"q, k, v are {q.dtype}, {call.k.dtype}, {v.dtype}; they must be of one dtype"
     if q.shape[-1] not in WIDTHS or v.shape[-1] not in WIDTHS:
         return f"widths D={q.shape[-1]}, E={v.shape[-1]}; the kernels take {WIDTHS}"
-    if call.op == "causal" and not causal_fits(q.shape[-1], v.shape[-1], q.dtype):
-        return (
-            f"widths D={q.shape[-1]}, E={v.shape[-1]} in {q.dtype} need more shared memory than "
-            "there is; the causal kernels take up to 128, in float32 up to 128 by 64"
-        )
     if "dropout" in call.needs:
         return "dropout of attention weights is not fused"
+    if call.op == "varlen":
+        return _refuses_packed(call)
+    return _refuses_causal(call) or _refuses_blocks(call)
+
+
+def _refuses_packed(call: Call) -> str | None:
+    if call.is_causal:
+        return "the kernels for packed sequences are not causal"
+    if call.block is not None:
+        return "the kernels for packed sequences have no diagonal branch"
     return None
+
+
+def _refuses_causal(call: Call) -> str | None:
+    d, e = call.q.shape[-1], call.v.shape[-1]
+    asked = call.op == "causal" or (call.op == "lln_diag" and call.is_causal)
+    if not asked or causal_fits(d, e, call.q.dtype):
+        return None
+    return (
+        f"widths D={d}, E={e} in {call.q.dtype} need more shared memory than "
+        "there is; the causal kernels take up to 128, in float32 up to 128 by 64"
+    )
+
+
+def _refuses_blocks(call: Call) -> str | None:
+    if call.block is None:
+        return None
+    q, k, d, e = call.q, call.k, call.q.shape[-1], call.v.shape[-1]
+    if q.shape[2] != k.shape[2]:
+        return f"{q.shape[2]} queries of {k.shape[2]} keys; the kernels of blocks take equally many"
+    if block_fits(d, e, q.dtype, call.block):
+        return None
+    return (
+        f"blocks of {call.block} with widths D={d}, E={e} in {q.dtype} need more shared memory "
+        "than there is; the kernels take blocks up to 128, or 64 with widths above 64, or 32 in "
+        "float32 with widths up to 64"
+    )

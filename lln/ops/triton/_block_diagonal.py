@@ -8,11 +8,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lln.ops import eager
 from lln.ops.triton.launch import prepared
 from lln.ops.triton.launch_diag import diag, diag_backward, empty_diag_lse
 from lln.ops.triton.library import empty_rows, register, register_backward
-from lln.ops.triton.tiles import padded
 
 
 def block_diagonal(
@@ -29,19 +27,7 @@ def block_diagonal(
     """Softmax attention among the positions of one block (Fig. 3, right branch)."""
     if probability_dropout is not None:
         raise ValueError("probability_dropout is not supported by impl='triton'; use impl='eager'")
-    if not fits(q, k, v, block):
-        return eager.block_diagonal(
-            q, k, v, block=block, scale=scale, key_mask=key_mask, is_causal=is_causal
-        )
     return _forward(q, k, v, key_mask, block, scale, is_causal)[0]
-
-
-def fits(q: Tensor, k: Tensor, v: Tensor, block: int) -> bool:
-    """Whether a tile of whole blocks fits a multiprocessor; plain PyTorch takes the others."""
-    width = max(padded(q.shape[-1]), padded(v.shape[-1]))
-    if q.dtype == torch.float32:  # each dot keeps its operands in three terms
-        return q.shape[2] == k.shape[2] and width <= 64 and block <= 32
-    return q.shape[2] == k.shape[2] and width <= 128 and block <= (128 if width <= 64 else 64)
 
 
 def _forward_impl(q, k, v, key_mask, block, scale, is_causal) -> tuple[Tensor, Tensor]:

@@ -12,14 +12,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lln.ops import eager
+from lln.ops.branches import blend
 from lln.ops.triton import launch
-from lln.ops.triton._bidirectional import bidirectional
-from lln.ops.triton._block_diagonal import block_diagonal, fits
+from lln.ops.triton._block_diagonal import block_diagonal
 from lln.ops.triton._causal import causal
 from lln.ops.triton.launch_diag import diag, diag_backward, empty_diag_lse
 from lln.ops.triton.library import empty_rows, register, register_backward
-from lln.ops.triton.tiles import MERGE_IN_READER, causal_fits, fused_backward
+from lln.ops.triton.tiles import MERGE_IN_READER, fused_backward
 
 
 def lln_diag(
@@ -40,23 +39,15 @@ def lln_diag(
 ) -> Float[Tensor, "B H N E"]:
     """mix · LLN + (1 − mix) · block-diagonal softmax (Fig. 3); the average if ``mix`` is None.
 
-    Fused for the square bidirectional case with blocks up to 128; otherwise the two branches run
-    one after the other.
+    Fused for the bidirectional case; causal, the two branches run one after the other.
     """
     if slot_dropout is not None or probability_dropout is not None:
         raise ValueError("dropout is not supported by impl='triton'; use impl='eager'")
-    if is_causal or not fits(q, k, v, block):
+    if is_causal:
         scales = {"alpha": alpha, "beta": beta, "normalize_keys": normalize_keys}
-        local = block_diagonal(
-            q, k, v, block=block, scale=scale, key_mask=key_mask, is_causal=is_causal
-        )
-        attend = bidirectional
-        if is_causal:
-            takes = causal_fits(q.shape[-1], v.shape[-1], q.dtype)
-            attend = causal if takes else eager.causal
-        linear = attend(q, k, v, key_mask=key_mask, **scales)
-        weight = 0.5 if mix is None else mix.to(torch.float32)[:, None, None]
-        return torch.lerp(local.float(), linear.float(), weight).to(q.dtype)
+        local = block_diagonal(q, k, v, block=block, scale=scale, key_mask=key_mask, is_causal=True)
+        linear = causal(q, k, v, key_mask=key_mask, **scales)
+        return blend(linear, local, mix, q.dtype)
     arguments = (q, k, v, alpha, beta, mix, key_mask, block, scale, normalize_keys)
     inputs = (q, k, v, alpha, beta) if mix is None else (q, k, v, alpha, beta, mix)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):

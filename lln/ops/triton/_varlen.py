@@ -7,7 +7,6 @@ from typing import Any
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lln.ops import eager
 from lln.ops.triton import launch_packed as launch
 from lln.ops.triton.launch import Merged
 from lln.ops.triton.library import register, register_backward, rows_contiguous
@@ -30,14 +29,10 @@ def varlen(
 ) -> Float[Tensor, "T H E"]:
     """LLN attention of each packed sequence by itself; see :func:`lln.ops.varlen.varlen`.
 
-    The bidirectional case never looks at the lengths on the host. Causal attention and LLN+Diag of
-    packed sequences are left to plain PyTorch.
+    Never looks at the lengths on the host. There is no causal kernel and none with blocks.
     """
-    if is_causal or block:
-        return eager.varlen(
-            q, k, v, cu_q, cu_k, alpha=alpha, beta=beta, key_mask=key_mask, block=block,
-            scale=scale, is_causal=is_causal, normalize_keys=normalize_keys,
-        )  # fmt: skip
+    if is_causal or block is not None:
+        raise ValueError("is_causal and block are not supported by impl='triton'; use impl='eager'")
     cu_q, cu_k = cu_q.to(q.device), cu_k.to(q.device)
     return _forward(q, k, v, cu_q, cu_k, alpha, beta, key_mask, normalize_keys)[0]
 

@@ -123,6 +123,14 @@ def causal_fits(d: int, e: int, dtype: torch.dtype) -> bool:
     return wide <= (128 if dtype.itemsize == 2 or narrow <= 64 else 64)
 
 
+def block_fits(d: int, e: int, dtype: torch.dtype, block: int) -> bool:
+    """Whether a tile of whole blocks of the diagonal branch fits a multiprocessor."""
+    width = max(padded(d), padded(e))
+    if dtype.itemsize == 4:  # each dot keeps its operands in three terms
+        return width <= 64 and block <= 32
+    return width <= 128 and block <= (128 if width <= 64 else 64)
+
+
 def fused_backward(d: int, e: int) -> bool:
     """Whether one backward kernel of LLN+Diag holds both branches in registers."""
     return max(padded(d), padded(e)) <= 64

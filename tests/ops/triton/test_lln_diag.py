@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lln.ops import reference
+from lln.ops import mixed, reference
 from lln.ops import triton as kernels
 from tests.helpers import adversarial
 from tests.ops.triton.compare import compare, inputs
@@ -28,7 +28,6 @@ def blend(q, k, v, *, alpha, beta, mix, block, scale, key_mask=None, normalize_k
         (1, 64, torch.float16),
         (17, 16, torch.float32),
         (100, 64, torch.float16),
-        (100, 64, torch.float32),  # two branches: blocks of 64 do not fit in float32
         (100, 24, torch.float32),
         (200, 128, torch.float16),
     ],
@@ -39,6 +38,20 @@ def test_average(length, block, dtype, device):
         kernels.lln_diag, reference.lln_diag, tensors, dtype,
         floor=float(length == 1), block=block, scale=0.2,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_blocks_without_a_kernel_beside_lln_with_one(is_causal, device):
+    tensors = inputs(2, 2, 100, None, 32, 16, key_heads=1, device=device)
+    mask = torch.rand(2, 100, device=device) > 0.3
+    options = {"block": 64, "scale": 0.2, "key_mask": mask, "is_causal": is_causal}
+    compare(mixed.lln_diag, reference.lln_diag, tensors, torch.float32, **options)
+
+
+def test_learned_mix_of_blocks_without_a_kernel(device):
+    tensors = inputs(1, 2, 70, width=16, device=device)
+    tensors["mix"] = torch.rand(2, dtype=torch.float64, device=device)
+    compare(mixed.lln_diag, blend, tensors, torch.float32, block=64, scale=0.2)
 
 
 def test_wide_heads(device):

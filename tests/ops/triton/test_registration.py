@@ -78,9 +78,9 @@ def test_compile_keeps_the_op_whole(name, device):
         torch.testing.assert_close(other, one)
 
 
-def call(op: str, *, dtype=torch.float16, width=64, needs=()) -> Call:
+def call(op: str, *, dtype=torch.float16, width=64, needs=(), queries=4, **options) -> Call:
     x = torch.empty(1, 1, 4, width, dtype=dtype, device="meta")
-    return Call(op, x, x, x, frozenset(needs))
+    return Call(op, x[:, :, :queries], x, x, frozenset(needs), **options)
 
 
 def test_refusals_say_why(monkeypatch):
@@ -94,4 +94,25 @@ def test_refusals_say_why(monkeypatch):
     assert "shared memory" in kernels.refuses(call("causal", width=128, dtype=torch.float32))
     assert kernels.refuses(call("causal", width=128)) is None
     assert kernels.refuses(call("lln_diag", needs=["learned_mix"])) is None
+    assert "not causal" in kernels.refuses(call("varlen", is_causal=True))
+    assert "diagonal branch" in kernels.refuses(call("varlen", block=16))
+    assert kernels.refuses(call("varlen")) is None
+
+
+@pytest.mark.parametrize("op", ["lln_diag", "block_diagonal"])
+def test_refusals_of_blocks_say_why(op, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert kernels.refuses(call(op, block=128)) is None
+    assert "blocks of 129" in kernels.refuses(call(op, block=129))
+    assert "blocks of 128" in kernels.refuses(call(op, block=128, width=96))
+    assert "blocks of 64" in kernels.refuses(call(op, block=64, dtype=torch.float32))
+    assert kernels.refuses(call(op, block=32, dtype=torch.float32)) is None
+    assert "blocks of 16" in kernels.refuses(call(op, block=16, dtype=torch.float32, width=128))
+    assert "3 queries of 4 keys" in kernels.refuses(call(op, block=32, queries=3))
+
+
+def test_refusal_of_causal_blocks_names_the_causal_kernel(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    wide = call("lln_diag", dtype=torch.float32, width=128, block=16, is_causal=True)
+    assert "causal kernels" in kernels.refuses(wide)
     assert "no kernel" in kernels.refuses(call("recurrent"))
