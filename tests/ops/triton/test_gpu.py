@@ -8,11 +8,12 @@ import torch
 import lln
 from lln.ops import eager, reference
 from lln.ops import triton as kernels
+from lln.ops.dispatch import choose
 from lln.ops.triton import WIDTHS
 from lln.protocols import Call
 from tests.helpers import ADVERSARIAL, LENGTHS, adversarial, relative_error
 from tests.ops.triton.compare import compare, inputs
-from tests.ops.triton.test_varlen import one_by_one
+from tests.ops.triton.test_lln_diag import blend
 
 pytestmark = pytest.mark.gpu
 
@@ -26,8 +27,24 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 PAIRS = [(d, e, DTYPES[(i + j) % 3]) for i, d in enumerate(WIDTHS) for j, e in enumerate(WIDTHS)]
 
 
+def fastest(op, q, k, v, block=None):
+    """What runs on a GPU: the kernels, beside plain PyTorch for blocks that have none."""
+    taken = choose(Call(op, q, k, v, is_causal=op == "causal", block=block), None)
+    assert taken is not eager
+    return getattr(taken, op)
+
+
+def dispatched(op):
+    """The op by name, to be called with tensors and options."""
+
+    def attend(q, k, v, **options):
+        return fastest(op, q, k, v, options.get("block"))(q, k, v, **options)
+
+    return attend
+
+
 def check(op, tensors, dtype, *, floor=0.1, **options) -> None:
-    compare(getattr(kernels, op), getattr(reference, op), tensors, dtype, floor=floor, **options)
+    compare(dispatched(op), getattr(reference, op), tensors, dtype, floor=floor, **options)
 
 
 def packed(lengths, device, *, dtype=torch.bfloat16, width=64):
@@ -58,7 +75,7 @@ def test_lengths(op, length, dtype, device):
 def test_long_sequences(op, length, dtype, device):
     """Against plain PyTorch in float64: the O(N²) reference would keep N² D numbers."""
     tensors = inputs(2, 4, length, width=64, key_heads=2, device=device)
-    compare(getattr(kernels, op), getattr(eager, op), tensors, dtype, floor=0.01, **OPS[op])
+    compare(dispatched(op), getattr(eager, op), tensors, dtype, floor=0.01, **OPS[op])
 
 
 @pytest.mark.parametrize("width, values, dtype", PAIRS)
@@ -76,7 +93,7 @@ def test_widths(width, values, dtype, device):
 @pytest.mark.parametrize("op", ["causal", "lln_diag"])
 def test_widths_of_the_other_ops(op, width, values, dtype, device):
     x = torch.empty(1, 1, 1, width, dtype=dtype, device=device)
-    if kernels.refuses(Call(op, x, x, x.new_empty(1, 1, 1, values), frozenset())):
+    if op == "causal" and kernels.refuses(Call(op, x, x, x.new_empty(1, 1, 1, values))):
         pytest.skip("refused, so that dispatch takes plain PyTorch")
     tensors = inputs(1, 4, 300, None, width, values, key_heads=2, device=device)
     mask = torch.rand(1, 300, device=device) > 0.3
@@ -99,16 +116,21 @@ def test_blocks(block, dtype, device):
     check("lln_diag", tensors, dtype, block=block, scale=0.125)
 
 
+@pytest.mark.parametrize("width", [64, 128])
+def test_learned_mix(width, device):
+    """Also of heads so wide that the gradients of an average take one branch after the other."""
+    tensors = inputs(1, 2, 300, width=width, key_heads=1, device=device)
+    tensors["mix"] = torch.rand(2, dtype=torch.float64, device=device)
+    compare(kernels.lln_diag, blend, tensors, torch.bfloat16, floor=0.1, **OPS["lln_diag"])
+
+
 @pytest.mark.parametrize("name", ADVERSARIAL)
 @pytest.mark.parametrize("op", OPS)
 def test_no_input_breaks(op, name, device):
     q, k, v = (x.to(device) for x in adversarial(name, 600, 64))
     two = torch.full((1, 2), 2.0, dtype=torch.float64, device=device)
     tensors = {"q": q, "k": k, "v": v, "alpha": two, "beta": two}
-    compare(
-        getattr(kernels, op), getattr(reference, op), tensors, torch.float32,
-        floor=1.0, **OPS[op],
-    )  # fmt: skip
+    check(op, tensors, torch.float32, floor=1.0, **OPS[op])
 
 
 @pytest.mark.parametrize("name", ["outlier_entry", "late_outlier_key", "drifting_keys"])
@@ -125,7 +147,7 @@ def test_outliers_in_half_precision(dtype, name, device):
 def test_packed_sequences(dtype, device):
     tensors, cu = packed([100, 0, 600, 1033, 1], device, dtype=torch.float64)
     compare(
-        lambda **t: kernels.varlen(**t), one_by_one, tensors, dtype,
+        lambda **t: kernels.varlen(**t), reference.varlen, tensors, dtype,
         floor=0.1, cu_q=cu, cu_k=cu.int(),
     )  # fmt: skip
 
@@ -239,9 +261,9 @@ def test_compile_with_inductor(op, device):
     leaves = [torch.randn(1, 2, 500, 64, device=device, requires_grad=True) for _ in range(3)]
     scale = torch.full((1, 2), 2.0, device=device)
     options = {"alpha": scale, "beta": scale, **OPS[op]}
-    run = getattr(kernels, op)
-    compiled = torch.compile(lambda q, k, v: run(q, k, v, **options).tanh(), fullgraph=True)
-    expected, got = run(*leaves, **options).tanh(), compiled(*leaves)
+    attend = dispatched(op)
+    compiled = torch.compile(lambda q, k, v: attend(q, k, v, **options).tanh(), fullgraph=True)
+    expected, got = attend(*leaves, **options).tanh(), compiled(*leaves)
     torch.testing.assert_close(got, expected)
     pairs = (torch.autograd.grad(x.square().sum(), leaves) for x in (expected, got))
     for one, other in zip(*pairs, strict=True):
