@@ -241,6 +241,19 @@ def test_cross_attention_is_the_end_of_self_attention(case, start):
     close(lln.attention(q[:, :, start:], k, v, **case.options), whole[:, :, start:])
 
 
+@given(cases, st.integers(0, 5))
+def test_linear_time_is_the_definition(case, more):
+    """Outputs and gradients of the eager path against the O(N²) reference, masks included."""
+    tensors = [x.requires_grad_() for x in case.tensors()]
+    q, k, v = tensors[0][:, :, : max(1, case.length - more)], *tensors[1:]
+    found = []
+    for impl in ("eager", "reference"):
+        out = lln.attention(q, k, v, key_mask=case.mask(), impl=impl, **case.options)
+        found.append((out, *torch.autograd.grad(out.square().sum(), tensors)))
+    for got, exact in zip(*found, strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-7, atol=1e-8 * max(1.0, case.size))
+
+
 @given(cases)
 def test_rows_are_averages_of_values(case):
     q, k, v = case.tensors()
