@@ -162,3 +162,17 @@ def test_a_missing_device_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         zoo.run(tmp_path, device="cuda")
     assert "device='cuda' is not there" in capsys.readouterr().out
+
+
+def test_our_layers_are_checked_in_the_dtype_that_is_measured(monkeypatch):
+    built = []
+
+    def build(case):
+        built.append((case.mechanism, case.dtype))
+        return original(case)
+
+    original = layers.build
+    monkeypatch.setattr(layers, "build", build)
+    cases = [layers.LayerCase(name, "eager", 256, dtype="bfloat16") for name in ("lln", "elu")]
+    assert layers.check(cases) == 2
+    assert set(built) == {("lln", "bfloat16"), ("elu", "float32")}
