@@ -228,6 +228,16 @@ def test_the_command_explains_what_is_wrong(place, tmp_path):
     assert done.exit_code == 2 and "is not KEY=VALUE" in done.output
 
 
+def test_the_command_trains_on_nothing_else_than_it_is_told(tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    out = ("--out", str(tmp_path / "run"))
+    done = command("--data", str(tmp_path / "empty.txt"), *WORDS, *out)
+    assert done.exit_code == 1 and "has no text for train" in done.output
+    done = command("--corpus", "wiki2015", *WORDS, *out)
+    assert done.exit_code == 1 and "corpus='wiki2015' needs the folder" in done.output
+    assert not (tmp_path / "run").exists()
+
+
 ALONE = ("-m", "lln.cli", "train", "mlm", "--recipe", "roberta-tiny", "--length", "32")
 LONG = ("--steps", "24", "--batch-size", "4", "--save-every", "3", "--eval-every", "8")
 

@@ -332,6 +332,8 @@ def test_mistakes_in_a_file_are_said(tmp_path, data):
     ):
         with pytest.raises(ValueError, match=words):
             plan(content, **places)
+    with pytest.raises(ValueError, match="corpus='wiki2015' needs the folder"):
+        plan([{**TINY, "corpus": "wiki2015"}], **{**places, "data": None})
     with pytest.raises(ValueError, match="is not a sweep"):
         read(tmp_path / "absent.json")
 

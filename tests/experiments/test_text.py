@@ -73,6 +73,7 @@ def test_plain_text_holds_out_its_end(tmp_path, monkeypatch):
 
 
 def test_without_data_there_is_shakespeare():
+    assert text.find(None, "tinyshakespeare") == text.find(None)
     corpus = text.find(None)
     assert corpus.name == "tinyshakespeare"
     assert 0.04 < len(corpus.articles("valid")[0]) / len(corpus.articles("train")[0]) < 0.06
@@ -164,3 +165,34 @@ def test_impossible_vocabularies_are_refused(corpus):
     for size in (100, 70_000):
         with pytest.raises(ValueError, match=rf"vocabulary={size} is not possible; choose 261"):
             tokens.encode(corpus, size)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("empty.txt", ""), ("blank.txt", " \n\n"), ("empty.jsonl", "\n\n"), ("empty.jsonl.xz", "")],
+)
+def test_files_without_text_are_not_replaced_by_another_text(tmp_path, name, content):
+    corpus = text.find(write(tmp_path / name, content))
+    assert not any(map(str.strip, corpus.articles("train")))
+    with pytest.raises(ValueError, match=f"has no text for train: .*{name} is empty; pass files"):
+        tokens.encode(corpus, 300)
+
+
+def test_what_was_cached_for_an_empty_file_is_not_taken(tmp_path):
+    """Version 0.1.0 left Tiny Shakespeare there; any other text does for the test."""
+    corpus = text.find(write(tmp_path / "empty.txt", ""))
+    wrong = tokens.cache_folder() / tokens._digest(corpus, 300, None)
+    tokens.encode(text.find(write(tmp_path / "other.txt", "some words\n" * 50)), 300)
+    (made,) = (path.parent for path in tokens.cache_folder().glob("*/tokenizer.json"))
+    made.rename(wrong)
+    with pytest.raises(ValueError, match="has no text for train"):
+        tokens.encode(corpus, 300)
+
+
+def test_a_corpus_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"corpus='wiki2015' needs the folder.*set LLN_DATA"):
+        text.find(None, "wiki2015")
+    path = write(tmp_path / "book_train.txt", "text")
+    assert text.find(path, "book").files == text.find(path, "book_train").files
+    with pytest.raises(ValueError, match=r"corpus='wiki2015' is not in data=.*'book_train'"):
+        text.find(path, "wiki2015")

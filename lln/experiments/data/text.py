@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import lzma
 import os
@@ -46,9 +47,18 @@ class Corpus:
         if split in self.files and (split != "train" or "valid" in self.files):
             return [text for path in self.files[split] for text in read(path)]
         paths = self.files.get("train", ())
-        texts = [text for path in paths for text in read(path)] or [data.text()]
+        texts = [text for path in paths for text in read(path)] if self.files else [data.text()]
         kept, held = _hold_out(texts)
         return kept if split == "train" else held
+
+    def check(self) -> None:
+        """Refuse files for training without a line of text, which would train on nothing."""
+        paths = self.files.get("train", ())
+        if self.files and not any(_has_text(path) for path in paths):
+            raise ValueError(
+                f"corpus {self.name!r} has no text for train: {', '.join(map(str, paths))} is "
+                "empty; pass files with text, or no data at all for Tiny Shakespeare"
+            )
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -65,15 +75,29 @@ def find(place: str | os.PathLike[str] | None, corpus: str | None = None) -> Cor
     Args:
         place: A folder with files per split, a folder of .txt files, or one file.
         corpus: What the names begin with, where a folder has several: "wiki2015".
+
+    Raises:
+        ValueError: There is no such place, or the corpus is not there; nothing takes its place.
     """
     place = place or os.environ.get("LLN_DATA") or None
     if place is None:
+        if corpus not in (None, BUNDLED.name):
+            raise ValueError(
+                f"corpus={corpus!r} needs the folder of its files: pass data=FOLDER (--data), or "
+                f"set LLN_DATA; without a folder there is only {BUNDLED.name}"
+            )
         return BUNDLED
     path = Path(place)
     if path.is_file():
         if not READABLE.search(path.name):
             raise ValueError(f"data={place} has a name that says nothing of its format; {EXPECTED}")
-        return Corpus(READABLE.sub("", path.name), {"train": [path]})
+        name, parts = READABLE.sub("", path.name), NAME.match(path.name)
+        if corpus not in (None, name, parts and parts["corpus"]):
+            raise ValueError(
+                f"corpus={corpus!r} is not in data={place}, which is one file, of {name!r}; leave "
+                "corpus out, or pass the folder that has it"
+            )
+        return Corpus(name, {"train": [path]})
     if not path.is_dir():
         raise ValueError(f"data={place} does not exist; {EXPECTED}")
     found = _by_name(path)
@@ -115,17 +139,28 @@ def _with_train(found: Mapping[str, Mapping[str, object]]) -> list[str]:
 
 def read(path: Path) -> Iterator[str]:
     """The articles of a file: lines of JSON, WikiText at its headings, else the whole text."""
+    with _named(path), _open(path) as stream:
+        if ".jsonl" in path.suffixes:
+            yield from _from_json(stream, path)
+        else:
+            yield from _from_text(stream)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """What is wrong inside a file says in which."""
     try:
-        with _open(path) as stream:
-            if ".jsonl" in path.suffixes:
-                yield from _from_json(stream, path)
-            else:
-                yield from _from_text(stream)
+        yield
     except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{path} cannot be read: {error}; it is damaged, or not what its name says. Copy it "
             "again, or leave it out"
         ) from None
+
+
+def _has_text(path: Path) -> bool:
+    with _named(path), _open(path) as stream:
+        return any(line.strip() for line in stream)
 
 
 def _open(path: Path) -> TextIO:

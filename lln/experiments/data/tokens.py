@@ -136,6 +136,7 @@ def encode(
         cache: Folder; :func:`cache_folder` by default.
     """
     digest = _digest(corpus, vocabulary, tokenizer)
+    corpus.check()  # before the cache: version 0.1.0 kept Tiny Shakespeare there for empty files
     folder = (cache or cache_folder()) / digest
     if not (folder / "tokenizer.json").exists():
         # Processes that start together wait for the first instead of all doing the same.
