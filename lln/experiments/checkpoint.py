@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,11 @@ class Checkpoint:
         return load_file(self.folder / name)
 
 
+def place(parent: Path, step: int) -> Path:
+    """The folder of a step."""
+    return parent / f"step-{step:08d}"
+
+
 def write(
     parent: Path,
     *,
@@ -64,7 +69,7 @@ def write(
     """
     from safetensors.torch import save_file
 
-    target = parent / f"step-{state['step']:08d}"
+    target = place(parent, state["step"])
     temporary = parent / f".writing-{target.name}"
     shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed here
     temporary.mkdir(parents=True)
@@ -102,8 +107,13 @@ def newest(parent: Path, identity: str) -> Checkpoint | None:
     return None
 
 
-def fault(folder: Path, identity: str | None = None) -> str | None:
-    """Why a checkpoint cannot be used; None if it can."""
+def fault(folder: Path, identity: str | None = None, *, unread: Collection[str] = ()) -> str | None:
+    """Why a checkpoint cannot be used; None if it can.
+
+    Args:
+        identity: Of the run it must belong to; None for any.
+        unread: Files that the caller does not need, which are not looked at.
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         files = {
@@ -122,6 +132,8 @@ def fault(folder: Path, identity: str | None = None) -> str | None:
     if missing:
         return f"its {MANIFEST} does not list {', '.join(sorted(missing))}"
     for name, (size, digest) in files.items():
+        if name in unread:
+            continue
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lln.experiments import checkpoint
 from lln.experiments.config import TrainConfig
 from lln.experiments.engine import AUTOCAST
-from lln.experiments.loop import Summary, Task
+from lln.experiments.loop import Summary, Task, identity
 from lln.experiments.runlog import CURVE, MONITOR
 from lln.instruments.rows import Row, read_rows
 
@@ -80,7 +80,7 @@ def tested(
 ) -> dict[str, Any]:
     """Metrics on "test", once, with the weights that were best on "valid"."""
     model, best = summary.model, summary.best
-    model.load_state_dict(_best_weights(task, summary, folder))
+    model.load_state_dict(_best_weights(task, summary, config, folder))
     dtype, device = AUTOCAST[config.precision], torch.device(summary.device)
     with torch.no_grad(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         metrics = task.evaluate(model.eval(), "test")
@@ -92,24 +92,37 @@ def tested(
 
 
 def _best_weights(
-    task: Classification, summary: Summary, folder: Path | None
+    task: Classification, summary: Summary, config: TrainConfig, folder: Path | None
 ) -> Mapping[str, Tensor]:
     """Those of the step that the run calls its best.
 
     A run that was continued has forgotten what it was before; its folder has not.
     """
     last = summary.model.state_dict()
-    if summary.best is None:
+    if summary.best is None or summary.best[1] == summary.steps:
         return last
     step = summary.best[1]
     if step == 0:
         return task.build().state_dict()
-    stored = None if folder is None else Path(folder) / "checkpoints" / f"step-{step:08d}"
+    stored = None if folder is None else checkpoint.place(Path(folder) / "checkpoints", step)
     if stored is not None and stored.exists():
-        from safetensors.torch import load_file
+        return {**last, **_stored_weights(stored, identity(task, config))}
+    if step > summary.resumed and task.kept is not None:  # it was this process that found it
+        return task.kept[1]
+    raise ValueError(
+        f"{folder} has no checkpoint of step {step}, the best on validation, so the run cannot be "
+        "tested; remove the folder to train again, with save_every (--save-every) to keep the best"
+    )
 
-        return {**last, **load_file(stored / checkpoint.MODEL)}
-    return last if task.kept is None else task.kept[1]
+
+def _stored_weights(stored: Path, owner: str) -> Mapping[str, Tensor]:
+    reason = checkpoint.fault(stored, owner, unread=(checkpoint.OPTIMIZER,))
+    if reason is not None:
+        raise ValueError(
+            f"checkpoint {stored} is the best on validation and cannot be tested: {reason}; copy "
+            "it again, or remove the folder of the run to train again"
+        )
+    return checkpoint.Checkpoint(stored, {}).tensors(checkpoint.MODEL)
 
 
 def curves(folder: Path | None) -> dict[str, Any]:

@@ -226,6 +226,7 @@ def run(
     """
     started = time.perf_counter()
     pretrained, files = Pretrained.find(Path(source)), data.find(config.task, data_folder)
+    pretrained.check()
     if config.max_length > pretrained.longest:
         raise ValueError(
             f"max_length={config.max_length} is more than the {pretrained.longest} positions of "

@@ -254,7 +254,7 @@ class _Run:
             model=model,
             optimizer=moments,
             state=state,
-            identity=_identity(self.task, self.config),
+            identity=identity(self.task, self.config),
             extra=lambda inside: self.task.save(engine.model, inside),
         )
         checkpoint.point(self.folder / "last", written)
@@ -266,7 +266,7 @@ class _Run:
     def _resume(self) -> None:
         if self.folder is None:
             return
-        found = checkpoint.newest(self.folder / "checkpoints", _identity(self.task, self.config))
+        found = checkpoint.newest(self.folder / "checkpoints", identity(self.task, self.config))
         if found is None:
             return
         state = found.state
@@ -321,7 +321,8 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _identity(task: Task, config: TrainConfig) -> str:
+def identity(task: Task, config: TrainConfig) -> str:
+    """Names a run and its checkpoints: the task, what is computed, the seed."""
     return f"{task.name}-{config.digest(task.settings)}-seed{config.seed}"
 
 
@@ -329,7 +330,7 @@ def _claim(folder: Path, task: Task, config: TrainConfig) -> None:
     """Write run.json, or compare with the one that is there."""
     path = folder / "run.json"
     configuration = {"task": task.name, **config.as_dict(), **task.settings}
-    mine = {"identity": _identity(task, config), "configuration": configuration}
+    mine = {"identity": identity(task, config), "configuration": configuration}
     if path.exists():
         try:
             there = json.loads(path.read_text(encoding="utf-8"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lln.experiments import gated, softmax
+from lln.experiments import checkpoint, gated, softmax
 from lln.experiments.seeds import seeded
 
 
@@ -42,6 +42,18 @@ class Pretrained:
         weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
         return Pretrained(folder, f"{source.name}-{weights[:12]}", {})
 
+    def check(self) -> None:
+        """Compare a checkpoint with its manifest; a folder of another library has none."""
+        if not self.configuration and not (self.folder / checkpoint.MANIFEST).exists():
+            return
+        owner = self.identity if self.configuration else None
+        reason = checkpoint.fault(self.folder, owner, unread=(checkpoint.OPTIMIZER,))
+        if reason is not None:
+            raise ValueError(
+                f"{self.folder} cannot be fine-tuned: {reason}; copy or train it again. If "
+                f"you changed it yourself, pass a copy without {checkpoint.MANIFEST}"
+            )
+
     @property
     def attention(self) -> tuple[str, dict[str, Any]]:
         """The mechanism and its options."""
@@ -62,22 +74,15 @@ class Pretrained:
         return config.max_position_embeddings - config.pad_token_id - 1
 
     def classifier(self, classes: int, seed: int, *, dropout: float = 0.0) -> nn.Module:
-        """The body with a new head for ``classes``; weights that are not finite are refused."""
-        from transformers import AutoModelForSequenceClassification
+        """The body with a new head for ``classes``.
 
-        from lln import hf
-
-        load = partial(
-            AutoModelForSequenceClassification.from_pretrained,
-            dtype=torch.float32,
-            attn_implementation=softmax.implementation(self.attention[0]),
-        )
-        if self._config().get("lln"):
-            load = partial(hf.load, auto_class=AutoModelForSequenceClassification)
-        if "lln_gated" in self._config():
-            load = _load_gated
-        with _quiet(), seeded(seed, "head"):
-            model = load(self.folder, num_labels=classes, hidden_dropout_prob=dropout)
+        Raises:
+            ValueError: Weights of the body are missing, left over, or not finite.
+        """
+        load = self._loader()
+        with _quiet(), _readable(self.folder), seeded(seed, "head"):
+            model, found = load(self.folder, num_labels=classes, hidden_dropout_prob=dropout)
+        _check_body(self.folder, model, found)
         for name, value in model.state_dict().items():
             if not torch.isfinite(value).all():
                 raise ValueError(
@@ -85,6 +90,24 @@ class Pretrained:
                     "training diverged; train it again with a smaller learning rate"
                 )
         return model
+
+    def _loader(self) -> Callable[..., Any]:
+        """Gives the model, and what was missing and left over."""
+        from transformers import AutoModelForSequenceClassification
+
+        from lln import hf
+
+        if "lln_gated" in self._config():
+            return _load_gated
+        if self._config().get("lln"):
+            load = partial(hf.load, auto_class=AutoModelForSequenceClassification)
+        else:
+            load = partial(
+                AutoModelForSequenceClassification.from_pretrained,
+                dtype=torch.float32,
+                attn_implementation=softmax.implementation(self.attention[0]),
+            )
+        return partial(load, output_loading_info=True)
 
     def tokenizer(self) -> Any:
         from tokenizers import Tokenizer
@@ -95,7 +118,7 @@ class Pretrained:
         return json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
 
 
-def _load_gated(folder: Path, **changes: Any) -> nn.Module:
+def _load_gated(folder: Path, **changes: Any) -> tuple[nn.Module, dict[str, Any]]:
     """A RoBERTa whose layers :func:`lln.experiments.gated.replace_layers` has exchanged."""
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForSequenceClassification
@@ -104,11 +127,34 @@ def _load_gated(folder: Path, **changes: Any) -> nn.Module:
     choice = config.lln_gated
     model = AutoModelForSequenceClassification.from_config(config)
     gated.replace_layers(model, choice["attention"], **choice["options"])
-    missing, _ = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
-    lost = [name for name in missing if not name.startswith("classifier.")]
-    if lost:
-        raise ValueError(f"{folder} has no weights {', '.join(lost[:3])}; it is another model")
-    return model
+    missing, left = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    return model, {"missing_keys": missing, "unexpected_keys": left}
+
+
+def _check_body(folder: Path, model: Any, found: Mapping[str, Any]) -> None:
+    """Only the head may be new; what is not stored would start from random weights."""
+    own = f"{model.base_model_prefix}."
+    for kind, what in (("missing_keys", "no weights"), ("unexpected_keys", "no place for")):
+        names = [name for name in found[kind] if name.startswith(own) and ".pooler." not in name]
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(
+                f"{folder} has {what} {', '.join(sorted(names)[:3])}{more}: config.json and "
+                "model.safetensors are not of one model; copy both again, or train it again"
+            )
+
+
+@contextlib.contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """What the libraries say of a damaged file, as an error that names it."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, RuntimeError) as error:  # the latter if shapes differ
+        raise ValueError(
+            f"{folder}/model.safetensors cannot be loaded: {error}; copy it and config.json again"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -62,11 +62,66 @@ def test_a_row_says_what_was_chosen_and_from_what(places, tmp_path):
     assert (tmp_path / "run" / "rate-0.003" / "curve.jsonl").exists()
 
 
+def model_folder(run, folder):
+    """The best checkpoint as a folder of another library, whose files nobody has summed up."""
+    shutil.copytree(Pretrained.find(run).folder.resolve(), folder)
+    (folder / "manifest.json").unlink()
+    return folder
+
+
+def rewritten(folder, change) -> None:
+    """The weights of a folder after ``change(weights)``."""
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("attention", ["softmax", "lln_diag", "flash"])
+def test_a_body_with_random_weights_is_refused(places, tmp_path, attention):
+    _, runs = places
+    folder = model_folder(runs[attention], tmp_path / "model")
+    assert Pretrained.find(folder).classifier(2, seed=0)  # its head alone is new
+    name = sorted(load_file(folder / "model.safetensors"))[-1]
+    assert name.startswith("roberta.encoder.layer.0.")
+    rewritten(folder, lambda weights: weights.pop(name))
+    with pytest.raises(ValueError, match=f"has no weights {re.escape(name)}: config.json"):
+        Pretrained.find(folder).classifier(2, seed=0)
+    rewritten(folder, lambda weights: weights.update({name: torch.ones(3, 5, 7)}))
+    with pytest.raises(ValueError, match=r"model.safetensors cannot be loaded"):
+        Pretrained.find(folder).classifier(2, seed=0)
+    (folder / "model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(ValueError, match=r"model.safetensors cannot be loaded"):
+        Pretrained.find(folder).classifier(2, seed=0)
+
+
+def test_layers_that_the_configuration_does_not_know_are_refused(places, tmp_path):
+    """They would be left out, and a smaller model fine-tuned."""
+    _, runs = places
+    folder = model_folder(runs["softmax"], tmp_path / "model")
+    name = "roberta.encoder.layer.1.output.dense.weight"
+    rewritten(folder, lambda weights: weights.update({name: torch.ones(3)}))
+    with pytest.raises(ValueError, match=f"has no place for {re.escape(name)}"):
+        Pretrained.find(folder).classifier(2, seed=0)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["run", "checkpoint"])
+def test_a_checkpoint_that_was_changed_is_not_fine_tuned(places, tmp_path, inside):
+    data, runs = places
+    shutil.copytree(runs["softmax"], tmp_path / "run", symlinks=True)
+    best = Pretrained.find(tmp_path / "run").folder
+    content = bytearray((best / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (best / "model.safetensors").write_bytes(content)
+    (best / "optimizer.safetensors").unlink()  # which is not needed
+    source = tmp_path / "run" if inside else best
+    with pytest.raises(ValueError, match=r"cannot be fine-tuned: model.safetensors was changed"):
+        glue.run(glue.recipe("sst2", **QUICK), source, data_folder=data)
+
+
 @pytest.mark.parametrize("attention", ["lln_diag", "flash"])
 def test_weights_of_a_run_that_diverged_are_refused(places, tmp_path, attention):
     data, runs = places
-    broken = tmp_path / "broken"
-    shutil.copytree(Pretrained.find(runs[attention]).folder.resolve(), broken)
+    broken = model_folder(runs[attention], tmp_path / "broken")
     weights = load_file(broken / "model.safetensors")
     name = next(name for name in weights if "layer.0." in name and name.endswith(".weight"))
     weights[name].view(-1)[0] = torch.nan

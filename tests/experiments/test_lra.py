@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -158,6 +159,35 @@ def test_the_test_uses_the_best_weights(tmp_path, monkeypatch):
     row = lra.run(small("elu"), sequences(), folder=tmp_path, tensorboard=False)
     assert row["best_step"] == 2 and row["valid_accuracy"] == 0.9
     assert torch.equal(seen[4], seen[1]) and not torch.equal(seen[4], seen[3])
+
+
+def damage(best):
+    content = bytearray((best / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (best / "model.safetensors").write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [(damage, "model.safetensors was changed"), (shutil.rmtree, "no checkpoint of step 2")],
+    ids=["changed", "removed"],
+)
+def test_other_weights_than_the_best_are_not_tested(tmp_path, monkeypatch, harm, said):
+    """Killed after the last update, the run finds its best weights gone when it is repeated."""
+    honest, scripted = lra.LRA.evaluate, iter([0.2, 0.9, 0.1, 0.3, 0.3])
+
+    def evaluate(self, model, split):
+        metrics = honest(self, model, split)
+        return {**metrics, "accuracy": next(scripted)} if split == "valid" else metrics
+
+    monkeypatch.setattr(lra.LRA, "evaluate", evaluate)
+    with monkeypatch.context() as patch:
+        patch.setattr(lra, "tested", lambda *_: (_ for _ in ()).throw(Stop))
+        with pytest.raises(Stop):
+            lra.run(small("elu"), sequences(), folder=tmp_path, tensorboard=False)
+    harm(tmp_path / "checkpoints" / "step-00000002")
+    with pytest.raises(ValueError, match=f"best on validation.*{said}|{said}, the best on valid"):
+        lra.run(small("elu"), sequences(), folder=tmp_path, tensorboard=False)
 
 
 def test_throughput_times_updates_only(tmp_path):
