@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -29,6 +30,30 @@ def write_text(path: str | os.PathLike[str], content: str) -> Path:
         Path(temporary).unlink(missing_ok=True)
         raise
     return target
+
+
+def append(handle: int, content: bytes, *, sync: bool = False) -> None:
+    """Write all of ``content`` to the end of an open file, or raise and leave the file as it was.
+
+    The operating system may write a part and call that a success, as on a disk that is nearly full.
+
+    Args:
+        handle: Of a file opened for appending, by one writer at a time.
+        sync: Return when it is on the disk.
+    """
+    before, left = os.fstat(handle).st_size, memoryview(content)
+    try:
+        while left:
+            written = os.write(handle, left)
+            if written == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            left = left[written:]
+        if sync:
+            os.fsync(handle)
+    except BaseException:
+        with contextlib.suppress(OSError):  # a device or a pipe; what failed first is raised
+            os.ftruncate(handle, before)
+        raise
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ LAYERS: dict[str, set[str]] = {
     "ops": {"protocols"},
     "moments": {"ops", "protocols"},
     "functional": {"ops", "moments", "protocols"},
-    "instruments": {"ops", "moments", "protocols"},
+    "instruments": {"ops", "moments", "protocols", "files"},
     "nn": {"functional", "ops", "moments", "protocols"},
     "baselines": {"functional", "ops", "moments", "protocols"},
     "zoo": {"nn", "baselines", "protocols"},

@@ -122,8 +122,11 @@ def result_row(
 def append_row(path: str | os.PathLike[str], row: Mapping[str, Any]) -> None:
     """Add a row to a file that several processes may append to at once.
 
-    The line is one write under a lock, and on the disk when this returns. A line that another
-    process left torn is removed first.
+    The line is written under a lock, and on the disk when this returns. A line that another process
+    left torn is removed first.
+
+    Raises:
+        OSError: The row could not be written as a whole; the file has no part of it.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -133,8 +136,7 @@ def append_row(path: str | os.PathLike[str], row: Mapping[str, Any]) -> None:
         try:
             content = target.read_bytes()
             os.ftruncate(handle, content.rfind(b"\n") + 1)
-            os.write(handle, line)
-            os.fsync(handle)
+            files.append(handle, line, sync=True)
         finally:
             os.close(handle)
 

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lln import files
+
 Row = dict[str, Any]
 
 
@@ -42,7 +44,7 @@ def read_rows(path: str | os.PathLike[str]) -> list[Row]:
 
 
 class RowFile:
-    """Appends rows to a file; each :meth:`write` reaches the operating system as a whole."""
+    """Appends rows to a file; each :meth:`write` is written as a whole, or fails."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -51,9 +53,13 @@ class RowFile:
         self._stream = self.path.open("ab", buffering=0)
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows; NaN and infinity, which JSON does not know, are refused."""
+        """Append rows; NaN and infinity, which JSON does not know, are refused.
+
+        Raises:
+            OSError: They could not be written, as on a full disk; the file has no part of them.
+        """
         text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
-        self._stream.write(text.encode())
+        files.append(self._stream.fileno(), text.encode())
 
     def close(self) -> None:
         self._stream.close()

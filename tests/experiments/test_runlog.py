@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from lln.experiments.config import TrainConfig
@@ -65,3 +67,31 @@ def test_curves_are_cut_back_to_where_a_run_resumes(tmp_path):
     ]
     # A row of the monitor is about the update that comes after its step.
     assert [row["step"] for row in read_rows(tmp_path / "monitor.jsonl")] == [1]
+
+
+# A file may have 400 bytes in this process: a disk that is full in the middle of a row.
+FULL = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (400, 400))
+from lln.experiments.runlog import append_row
+from lln.instruments.rows import RowFile
+rows, curve, said = sys.argv[1], RowFile(sys.argv[2]), []
+for step in range(6):
+    row = {"digest": "a", "seed": step, "text": "x" * 80}
+    for write in (lambda: append_row(rows, row), lambda: curve.write([row])):
+        try:
+            write()
+        except OSError as error:
+            said.append(error.strerror)
+print(len(said), *set(said))
+"""
+
+
+def test_a_full_disk_loses_no_row_in_silence_and_tears_none(tmp_path):
+    paths = [tmp_path / name for name in ("results.jsonl", "curve.jsonl")]
+    words = [sys.executable, "-c", FULL, *map(str, paths)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.split(maxsplit=1) == ["6", "File too large\n"]
+    for path in paths:
+        assert [row["seed"] for row in read_rows(path)] == [0, 1, 2]
+        assert path.read_bytes().endswith(b"}\n")
