@@ -151,8 +151,16 @@ def prune(parent: Path, keep: int, best: int | None) -> None:
             shutil.rmtree(folder)
 
 
-def point(link: Path, folder: Path) -> None:
-    """Let ``link``, such as RUN/best, lead to a checkpoint; replaced at once."""
+def point(link: Path, folder: Path | None) -> None:
+    """Let ``link``, such as RUN/best, lead to a checkpoint, replaced at once; None removes it."""
+    if link.is_dir() and not link.is_symlink():
+        raise ValueError(
+            f"{link} is a folder and not the link it was, perhaps since a copy; remove it: the run "
+            "makes the link again"
+        )
+    if folder is None:
+        link.unlink(missing_ok=True)
+        return
     temporary = link.with_name(f".{link.name}.new")
     temporary.unlink(missing_ok=True)
     try:

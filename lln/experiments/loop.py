@@ -257,11 +257,16 @@ class _Run:
             identity=identity(self.task, self.config),
             extra=lambda inside: self.task.save(engine.model, inside),
         )
-        checkpoint.point(self.folder / "last", written)
+        self._point(written)
         best = None if self.best is None else self.best[1]
-        if best == self.step:
-            checkpoint.point(self.folder / "best", written)
         checkpoint.prune(parent, self.config.keep, best)
+
+    def _point(self, last: Path) -> None:
+        """Let "last" and "best" lead to their checkpoints; a best one that is not kept has none."""
+        assert self.folder is not None
+        checkpoint.point(self.folder / "last", last)
+        best = None if self.best is None else checkpoint.place(last.parent, self.best[1])
+        checkpoint.point(self.folder / "best", best if best and best.exists() else None)
 
     def _resume(self) -> None:
         if self.folder is None:
@@ -281,6 +286,8 @@ class _Run:
         self.diverged, self.stuck = state.get("diverged", False), state.get("stuck", 0)
         self.seconds, self.counted = state["seconds"], state["counted"]
         self.first_seconds = state["first_seconds"]
+        if self.main:
+            self._point(found.folder)  # a kill may have come before the links were set
 
     def _tokens_per_second(self) -> float | None:
         if not self.counted or not self.seconds or not self.task.tokens:

@@ -59,6 +59,53 @@ def test_killed_while_a_checkpoint_is_written(whole, tmp_path):
     assert not list((folder / "checkpoints").glob(".*"))
 
 
+def test_killed_between_a_checkpoint_and_its_links(tmp_path, monkeypatch):
+    """Both lead where they should after the next start, though that has nothing left to do."""
+    config = toy_config(**SETTINGS)
+    original = checkpoint.point
+
+    def killed(link, folder):
+        if folder is not None and folder.name == "step-00000060":
+            raise KeyboardInterrupt
+        original(link, folder)
+
+    monkeypatch.setattr(checkpoint, "point", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(Toy(config), config, tmp_path, tensorboard=False)
+    monkeypatch.undo()
+    assert (tmp_path / "last").resolve().name != "step-00000060"
+    summary = train(Toy(config), config, tmp_path, tensorboard=False)
+    assert summary.resumed == summary.best[1] == 60
+    assert (tmp_path / "last").resolve().name == "step-00000060"
+    assert (tmp_path / "best").resolve().name == "step-00000060"
+
+
+def test_the_best_of_a_checkpoint_that_is_not_used_is_forgotten(tmp_path):
+    """The one before had another best, which is not kept here: better no link than a wrong one."""
+    config = toy_config(**{**SETTINGS, "steps": 14, "eval_every": 0, "keep": 9})
+    train(Toy(config), config, tmp_path, tensorboard=False)
+    assert (tmp_path / "best").resolve().name == "step-00000014"
+    (tmp_path / "best" / "model.safetensors").write_bytes(b"")
+    with (
+        pytest.warns(UserWarning, match="step-00000014 is not used"),
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        patch.setattr(Toy, "batch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        train(Toy(config), config, tmp_path, tensorboard=False)
+    assert (tmp_path / "last").resolve().name == "step-00000007"
+    assert not (tmp_path / "best").is_symlink()
+
+
+def test_a_link_that_became_a_folder_is_named(tmp_path):
+    config = toy_config()
+    train(Toy(config), config, tmp_path, tensorboard=False)
+    (tmp_path / "best").unlink()
+    (tmp_path / "best").mkdir()
+    with pytest.raises(ValueError, match=r"best is a folder and not the link it was.*remove it"):
+        train(Toy(config), config, tmp_path, tensorboard=False)
+
+
 def damage_by(kind):
     def truncate(folder):
         path = folder / "optimizer.safetensors"
