@@ -259,7 +259,7 @@ class _Run:
         )
         self._point(written)
         best = None if self.best is None else self.best[1]
-        checkpoint.prune(parent, self.config.keep, best)
+        checkpoint.prune(written, self.config.keep, best)
 
     def _point(self, last: Path) -> None:
         """Let "last" and "best" lead to their checkpoints; a best one that is not kept has none."""
@@ -274,6 +274,17 @@ class _Run:
         found = checkpoint.newest(self.folder / "checkpoints", identity(self.task, self.config))
         if found is None:
             return
+        try:
+            self._continue_from(found)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"checkpoint {found.folder} does not fit this run ({type(error).__name__}: "
+                f"{error}); remove it to continue from the one before"
+            ) from error
+        if self.main:
+            self._point(found.folder)  # a kill may have come before the links were set
+
+    def _continue_from(self, found: checkpoint.Checkpoint) -> None:
         state = found.state
         tensors = found.tensors(checkpoint.MODEL), found.tensors(checkpoint.OPTIMIZER)
         self.engine.load(*tensors)
@@ -286,8 +297,6 @@ class _Run:
         self.diverged, self.stuck = state.get("diverged", False), state.get("stuck", 0)
         self.seconds, self.counted = state["seconds"], state["counted"]
         self.first_seconds = state["first_seconds"]
-        if self.main:
-            self._point(found.folder)  # a kill may have come before the links were set
 
     def _tokens_per_second(self) -> float | None:
         if not self.counted or not self.seconds or not self.task.tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import warnings
@@ -148,11 +149,43 @@ def damage_by(kind):
         (folder / "manifest.json").write_text(json.dumps({**manifest, "format": "other 7"}))
         return "its format is 'other 7'"
 
+    def forge(folder, **entries):
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest["files"] |= entries
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+
+    def lead_out(folder):
+        forge(folder, **{"../../run.json": {"bytes": 1, "sha256": ""}})
+        return "run.json, which is outside of it"
+
+    def misname(folder):
+        forge(folder, **{"a\0b": {"bytes": 1, "sha256": ""}})
+        return "cannot be read .embedded null"
+
+    def inflate(folder):
+        forge(folder, **{"state.json": {"bytes": float("inf"), "sha256": ""}})
+        return "manifest.json cannot be read"
+
+    def nest(folder):
+        (folder / "manifest.json").write_text("[" * 100_000)
+        return "manifest.json cannot be read"
+
+    def swap_state(folder):
+        text = "[]\n"
+        (folder / "state.json").write_text(text)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        forge(folder, **{"state.json": {"bytes": len(text), "sha256": digest}})
+        return "its state.json is not that of step 60"
+
     return locals()[kind]
 
 
 @pytest.mark.parametrize(
-    "kind", ["truncate", "flip", "lose", "unmark", "scramble", "adopt", "replace", "age"]
+    "kind",
+    [
+        *("truncate", "flip", "lose", "unmark", "scramble", "adopt", "replace", "age"),
+        *("lead_out", "misname", "inflate", "nest", "swap_state"),
+    ],
 )
 def test_a_bad_checkpoint_is_named_and_the_one_before_is_used(whole, tmp_path, kind):
     folder = tmp_path / kind
@@ -203,9 +236,80 @@ def test_an_unreadable_run_file_is_named(tmp_path):
         train(Toy(config), config, tmp_path)
 
 
+def test_a_checkpoint_that_does_not_fit_is_named(whole, tmp_path):
+    """Its sums are right, what it says is not."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder, symlinks=True)
+    last = folder / "checkpoints" / "step-00000060"
+    owner = json.loads((last / "manifest.json").read_text())["identity"]
+    options = {"model": weights(folder), "optimizer": {}, "identity": owner}
+    config = toy_config(**SETTINGS)
+    checkpoint.write(last.parent, state={"step": 60}, **options)
+    with pytest.raises(ValueError, match=r"step-00000060 does not fit this run .KeyError: 'sums'"):
+        train(Toy(config, dropout=0.2), config, folder, tensorboard=False)
+    checkpoint.write(last.parent, state={"step": 60}, **{**options, "model": {}})
+    with pytest.raises(ValueError, match=r"does not fit this run .*remove it to continue"):
+        train(Toy(config, dropout=0.2), config, folder, tensorboard=False)
+
+
+OPTIONS = {"model": {"w": torch.ones(3)}, "optimizer": {}, "identity": "a"}
+
+
+def write_steps(folder, *steps, **options):
+    return [checkpoint.write(folder, state={"step": n}, **{**OPTIONS, **options}) for n in steps]
+
+
+def test_only_what_the_run_wrote_is_pruned(tmp_path):
+    (foreign,) = write_steps(tmp_path, 1, identity="b")
+    first, second, third = write_steps(tmp_path, 2, 3, 4)
+    backup = tmp_path / "step-00000002-backup"
+    shutil.copytree(first, backup)
+    notes = tmp_path / "step-notes"
+    notes.mkdir()
+    (tmp_path / "step-00000000").symlink_to(first)
+    checkpoint.prune(third, 1, None)
+    assert not first.exists() and not second.exists()
+    assert all(path.exists() for path in (foreign, backup, notes, third))
+    found = checkpoint.newest(tmp_path, "a")
+    assert found is not None and found.folder == third  # and nothing is said of the backup
+
+
+def test_the_newest_sound_checkpoint_is_kept_beside_damaged_ones(tmp_path):
+    """They were found damaged when the run continued from an older one, and are later than it."""
+    first, second, damaged = write_steps(tmp_path, 1, 2, 9)
+    (damaged / "model.safetensors").write_bytes(b"")
+    checkpoint.prune(second, 1, None)
+    assert second.exists() and not first.exists()
+    with pytest.warns(UserWarning, match="step-00000009 is not used"):
+        found = checkpoint.newest(tmp_path, "a")
+    assert found is not None and found.folder == second
+
+
+# A file may have 20,000 bytes in this process: a disk that is full.
+FULL = """
+import resource, sys, torch
+from pathlib import Path
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+from lln.experiments import checkpoint
+for step, size in ((1, 100), (2, 10_000)):
+    tensors = {"w": torch.ones(size)}
+    try:
+        checkpoint.write(Path(sys.argv[1]), model=tensors, optimizer={}, state={"step": step},
+                         identity="a")
+    except OSError as error:
+        print(error)
+"""
+
+
+def test_a_disk_that_is_full_leaves_the_checkpoint_before_and_no_rest(tmp_path):
+    said = finish(start("-c", FULL, str(tmp_path)))
+    assert "step-00000002 cannot be written" in said and "File too large" in said
+    assert "make room on the disk" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
 def test_a_failed_write_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
-    tensors = {"w": torch.ones(3)}
-    options = {"model": tensors, "optimizer": {}, "identity": "a"}
+    options = OPTIONS
     checkpoint.write(tmp_path, state={"step": 1}, **options)
     monkeypatch.setattr(checkpoint, "_to_disk", lambda path: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
