@@ -21,6 +21,7 @@ from lln.cli_train import (
     Results,
     Seed,
     Steps,
+    exit_if_diverged,
     given,
     mechanism_options,
     plain_errors,
@@ -91,6 +92,7 @@ def vit(
         bar = Bar(f"{name} {attention}")
         row = tasks.run(config, pictures, folder=folder, results=results, progress=bar)
         _print_end(row, folder, results)
+        exit_if_diverged(row)
 
 
 @train_app.command("lra")
@@ -164,6 +166,7 @@ def lra(
         bar = Bar(f"{task} {attention}")
         row = tasks.run(config, arrays, folder=folder, results=results, progress=bar)
         _print_end(row, folder, results)
+        exit_if_diverged(row)
 
 
 def _print_generated(done: int, total: int) -> None:

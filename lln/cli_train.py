@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,6 +88,22 @@ def plain_errors(command: str) -> Iterator[None]:
         from lln.experiments.engine import leave_processes
 
         leave_processes()
+
+
+def exit_if_diverged(row: Mapping[str, Any]) -> None:
+    """Say of how many updates nothing came; with status 1 if there is no result to speak of."""
+    if row.get("skipped") and os.environ.get("RANK", "0") == "0":
+        typer.echo(
+            f"{row['skipped']:,} of {row['steps']:,} updates were left out: their gradients were "
+            "not finite",
+            err=True,
+        )
+    if row.get("diverged"):
+        raise ValueError(
+            "the run diverged, and its row says so; choose a smaller learning rate (--lr)"
+            + ("" if row["configuration"]["precision"] == "fp32" else " or --precision fp32")
+            + ", and another --out"
+        )
 
 
 @train_app.callback()
@@ -202,6 +218,7 @@ def mlm(
         )
         if os.environ.get("RANK", "0") == "0":
             _print_end(done.row, folder, results)
+        exit_if_diverged(done.row)
 
 
 def _print_end(row: dict[str, Any], folder: Path, results: Path) -> None:
@@ -269,7 +286,11 @@ def glue(
             names = ("accuracy", "f1", "matthews", "pearson", "spearman")
             numbers = ", ".join(f"{name} {row[name]:.4f}" for name in names if name in row)
             typer.echo(f"dev: {numbers} (learning rate {row['learning_rate']:g})")
+            if row["diverged_rates"]:
+                rates = ", ".join(f"{rate:g}" for rate in row["diverged_rates"])
+                typer.echo(f"diverged with learning rate {rates}", err=True)
             typer.echo(f"run {folder}, row in {results}")
+        exit_if_diverged(row)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lln.experiments.jobs import Key, Spec
+from lln.experiments.runlog import key_of
 from lln.instruments.rows import Row, read_rows
 
 # Fields that make runs alike, where the spec names them; of these, some may be lists, a row each.
@@ -26,7 +27,7 @@ def known_seconds(spec: Spec, keys: Sequence[Key], results: Path) -> float | Non
     if not results.exists():
         return None
     rows = read_rows(results)
-    there = {(row["digest"], row["seed"]) for row in rows}
+    there = {key_of(row) for row in rows}
     parts = _parts(spec)
     left = [part for part, key in zip(parts, keys, strict=True) if tuple(key) not in there]
     known = [_slowest(part, rows) for part in left or parts]
@@ -52,9 +53,10 @@ def _parts(spec: Spec) -> list[dict[str, Any]]:
 def _slowest(part: dict[str, Any], rows: Sequence[Row]) -> float | None:
     def those(rows: Sequence[Row], *names: str) -> list[Row]:
         asked = [name for name in names if name in part]
-        return [r for r in rows if all(r["configuration"].get(n) == part[n] for n in asked)]
+        said = [(row, row.get("configuration") or {}) for row in rows]
+        return [row for row, own in said if all(own.get(name) == part[name] for name in asked)]
 
     alike = those(rows, *ALIKE)
     for name in PREFERRED:
         alike = those(alike, name) or alike
-    return max((row["seconds"] for row in alike), default=None)
+    return max((row["seconds"] for row in alike if "seconds" in row), default=None)

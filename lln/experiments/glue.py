@@ -240,17 +240,20 @@ def run(
             "examples; choose a smaller one"
         )
     tried: dict[float, tuple[float, int] | None] = {}
-    best: tuple[float, float, Finetuning, Summary] | None = None
+    diverged = []
+    best: tuple[tuple[bool, float], float, Finetuning, Summary] | None = None
     for rate in config.rates:
         task = Finetuning(config, pretrained, splits, {**settings, "rate": rate})
         own = _with_rate(config, shared, rate, len(splits["train"]))
         place = None if folder is None else folder / f"rate-{rate:g}"
         summary = train(task, own, place, progress=progress, tensorboard=tensorboard)
         tried[rate], splits = summary.best, task.splits  # which are on the device now
-        if task.kept is not None and (best is None or task.kept[0] > best[0]):
-            best = task.kept[0], rate, task, summary
+        diverged += [rate] * summary.diverged
+        worth = (not summary.diverged, task.kept[0] if task.kept else -math.inf)
+        if task.kept is not None and (best is None or worth > best[0]):
+            best = worth, rate, task, summary
     assert best is not None, "there is an evaluation before the first update"
-    valid, rate, task, summary = best
+    (_, valid), rate, task, summary = best
     row = result_row(
         "glue",
         _with_rate(config, shared, rate, len(splits["train"])),
@@ -264,6 +267,10 @@ def run(
             "learning_rate": rate,
             "best_step": None if summary.best is None else summary.best[1],
             "parameters": summary.parameters,
+            "steps": summary.steps,
+            "skipped": summary.skipped,
+            "diverged": summary.diverged,
+            "diverged_rates": diverged,
             **{f"{name}_examples": len(split) for name, split in splits.items()},
         },
         seconds=time.perf_counter() - started,

@@ -93,7 +93,7 @@ class _Run:
         self.metrics: dict[str, float] = {}
         self.loss: float | None = None
         self.diverged = self.stopped = False
-        self.stuck = 0  # updates in a row whose gradient was not finite
+        self.skipped = self.stuck = 0  # updates without a finite gradient: in all, in a row
         self.seconds = self.first_seconds = self.waited = 0.0
         self.has_turn = False
         self.counted, self.untimed = 0, engine.untimed  # updates `seconds` is about, and not
@@ -125,7 +125,13 @@ class _Run:
                 self._off_the_clock(self._save)
         if not self.metrics:  # it had ended before
             self.metrics = self._measure("valid")
+        self.diverged = self.diverged or self._came_to_nothing()
         return self._summary(self._measure("test") if test else {})
+
+    def _came_to_nothing(self) -> bool:
+        """Also a run too short to be given up: half of its updates left out, or a loss of NaN."""
+        broken = not all(map(math.isfinite, self.metrics.values()))
+        return broken or (self.skipped > 0 and 2 * self.skipped >= self.step)
 
     def _update(self) -> None:
         if self.untimed == 0 and not self.has_turn:
@@ -195,6 +201,7 @@ class _Run:
         if self.log is not None:
             self.log.curve(row)
         self.progress.train(row, self._tokens_per_second())
+        self.skipped += round(broken)
         updates = (self.step - 1) % self.config.log_every + 1
         self.stuck = self.stuck + updates if round(broken) >= updates else 0
         if self.stuck >= HOPELESS:
@@ -242,6 +249,7 @@ class _Run:
             "since_best": self.since_best,
             "stopped": self.stopped,
             "diverged": self.diverged,
+            "skipped": self.skipped,
             "stuck": self.stuck,
             "loss": None if self.loss is None or not math.isfinite(self.loss) else self.loss,
             "seconds": self.seconds,
@@ -295,6 +303,7 @@ class _Run:
         self.since_best, self.loss = state["since_best"], state["loss"]
         self.stopped = state["stopped"]
         self.diverged, self.stuck = state.get("diverged", False), state.get("stuck", 0)
+        self.skipped = state.get("skipped", 0)  # not counted by version 0.1.0
         self.seconds, self.counted = state["seconds"], state["counted"]
         self.first_seconds = state["first_seconds"]
 
@@ -321,6 +330,7 @@ class _Run:
             tokens_per_second=self._tokens_per_second(),
             peak_mb=torch.cuda.max_memory_allocated() / 2**20 if cuda else None,
             processes=engine.world,
+            skipped=self.skipped,
             diverged=self.diverged,
             device=str(engine.device),
             model=engine.model,

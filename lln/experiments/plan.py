@@ -27,7 +27,7 @@ from typing import Any
 
 from lln.experiments import jobs
 from lln.experiments.jobs import Key, Place, Spec
-from lln.experiments.runlog import has_row
+from lln.experiments.runlog import has_row, key_of
 from lln.instruments.rows import read_rows
 
 OF_THE_SWEEP = ("run", "slots", "timed", "then")  # the rest are fields of the run
@@ -111,6 +111,12 @@ class Job:
         path = self.place.results(self.kind)
         return all(has_row(path, *key) for key in self.keys)
 
+    def has_diverged(self) -> bool:
+        """Whether a row of it says so."""
+        path, keys = self.place.results(self.kind), {tuple(key) for key in self.keys}
+        rows = read_rows(path) if path.exists() else []
+        return any(row.get("diverged") and key_of(row) in keys for row in rows)
+
     def command(self) -> list[str]:
         """Of the process that runs it."""
         paths = {
@@ -152,7 +158,7 @@ def best_on_validation(rivals: Sequence[Job]) -> int:
     """Which of some runs, all with their rows; the first of equals, one without a value last."""
     name, sign = CHOSEN_BY[rivals[0].kind]
     rows = read_rows(rivals[0].place.results(rivals[0].kind))
-    values = {(row["digest"], row["seed"]): row.get(name) for row in rows}
+    values = {key_of(row): row.get(name) for row in rows}
     found = [values[rival.keys[0]] for rival in rivals]
     worth = [-math.inf if value is None else sign * value for value in found]
     return worth.index(max(worth))

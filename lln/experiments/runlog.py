@@ -141,11 +141,20 @@ def append_row(path: str | os.PathLike[str], row: Mapping[str, Any]) -> None:
             os.close(handle)
 
 
+def key_of(row: Row) -> tuple[Any, Any]:
+    """What names a row in its file; a row that somebody else has written may have no such names."""
+    return row.get("digest"), row.get("seed")
+
+
 def has_row(path: str | os.PathLike[str], digest: str, seed: int) -> bool:
     """Whether a configuration has its row already."""
-    if not Path(path).exists():
-        return False
-    return any(row["digest"] == digest and row["seed"] == seed for row in read_rows(path))
+    return find_row(path, digest, seed) is not None
+
+
+def find_row(path: str | os.PathLike[str], digest: str, seed: int) -> Row | None:
+    """The last row of a configuration, if it has one already."""
+    rows = read_rows(path) if Path(path).exists() else []
+    return next((row for row in reversed(rows) if key_of(row) == (digest, seed)), None)
 
 
 def thinned(rows: Sequence[Row], steps: int = 200) -> list[Row]:

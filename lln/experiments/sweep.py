@@ -29,12 +29,13 @@ UNFINISHED = ("waiting", "ahead", "running")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a sweep ended: labels of the runs."""
+    """How a sweep ended: labels of the runs; those that diverged have their rows and are done."""
 
     done: list[str]
     skipped: list[str]
     failed: list[str]
     left: list[str]
+    diverged: list[str]
 
 
 @dataclass(eq=False)
@@ -70,6 +71,7 @@ class Sweep:
         self.end = None if minutes is None else self.started + 60 * minutes
         self.processes: list[_Process] = []
         self.late: set[str] = set()
+        self.diverged: list[str] = []
 
     def tell(self) -> list[Job]:
         """Say what has its rows and what would be run; the latter, which is not run."""
@@ -105,7 +107,7 @@ class Sweep:
             state: [job.label for job in self.jobs if job.state == state]
             for state in ("done", "skipped", "failed", "waiting")
         }
-        return Outcome(*states.values())
+        return Outcome(*states.values(), diverged=self.diverged)
 
     def _skip(self, *, tidy: bool = True) -> None:
         """Jobs that have their rows; a pre-training only if all that follows has, too."""
@@ -228,6 +230,9 @@ class Sweep:
         self.say(f"{job.state} in {seconds:.0f} s: {job.label}")
         if not good:
             self._explain(job)
+        elif job.has_diverged():
+            self.diverged.append(job.label)
+            self.say("    it diverged, and its row says so")
         self._tidy(job.before or job)
 
     def _explain(self, job: Job) -> None:

@@ -71,7 +71,9 @@ class Summary:
         seconds: Of training; evaluation, checkpoints and the first updates (compilation) not
             counted, the latter being ``first_seconds``.
         waited_seconds: For the turn of this run in a sweep; part of nothing else.
-        diverged: Whether it was given up because gradients were NaN or infinite, one after another.
+        skipped: Updates that were left out, because the gradient was NaN or infinite.
+        diverged: Whether it was given up because they followed each other, or half of all updates
+            were such, or the last evaluation has a number that is not finite.
         model: Trained, on its device, in evaluation mode.
     """
 
@@ -89,6 +91,7 @@ class Summary:
     tokens_per_second: float | None
     peak_mb: float | None
     processes: int
+    skipped: int
     diverged: bool
     device: str
     model: nn.Module = field(repr=False)
@@ -109,5 +112,6 @@ class Summary:
             "processes": self.processes,
             "train_seconds": round(self.seconds, 2),
             "first_seconds": round(self.first_seconds, 2),
+            "skipped": self.skipped,
             "diverged": self.diverged,
         }

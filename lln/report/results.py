@@ -42,6 +42,8 @@ SETTING = (
     *("recipe", "layers", "width", "heads", "length", "batches", "steps", "batch_size"),
     *("corpus", "tokens_digest", "precision", "dropout", "deviation", "positions"),
 )
+# Without these a line of a file is not a result.
+NEEDED = frozenset({"subject", "mechanism", "digest", "seed", "configuration"})
 OLDER = {"positions": "normal"}  # of rows written before there was a choice
 
 
@@ -67,7 +69,7 @@ def read(folder: Path, subject: str | None = None) -> list[Row]:
     found: dict[Hashable, Row] = {}
     for path in sorted(folder.glob("*.jsonl")):
         for row in _lines(path):
-            if "rows" in row or "digest" not in row or subject not in (None, row.get("subject")):
+            if "rows" in row or not row.keys() >= NEEDED or subject not in (None, row["subject"]):
                 continue
             found[row["subject"], row["digest"], row["seed"]] = row
     return list(found.values())
@@ -76,16 +78,20 @@ def read(folder: Path, subject: str | None = None) -> list[Row]:
 def read_curves(folder: Path) -> list[Row]:
     """The curves in the files of a folder: ``rows`` beside what names their run."""
     paths = sorted(folder.glob("*.jsonl"))
-    return [line for path in paths for line in _lines(path) if line.get("rows")]
+    lines = (line for path in paths for line in _lines(path))
+    return [line for line in lines if line.get("rows") and line.keys() >= NEEDED]
 
 
 def _lines(path: Path) -> Iterable[Row]:
     *lines, _torn = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
-            yield json.loads(line)
+            row = json.loads(line)
         except ValueError:
-            raise ValueError(f"{path}, line {number} is not JSON: {line[:60]!r}") from None
+            row = None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, line {number} is not a JSON object: {line[:60]!r}")
+        yield row
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> dict[Any, list[Row]]:

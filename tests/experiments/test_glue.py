@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import Dropout
+from typer.testing import CliRunner
 
+from lln.cli import app
 from lln.experiments import glue, metrics
 from lln.experiments.data.glue import find
 from lln.experiments.jobs import Place
@@ -74,6 +76,19 @@ def rewritten(folder, change) -> None:
     weights = load_file(folder / "model.safetensors")
     change(weights)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("rates", [("1e30", "1e-3"), ("1e30",)], ids=["one", "all"])
+def test_the_command_says_which_rates_diverged(places, tmp_path, rates):
+    """It ends with status 1 if no other rate is left to report."""
+    data, runs = places
+    words = ["train", "glue", "--task", "sst2", "--from", str(runs["softmax"]), "--data", str(data)]
+    words += ["--epochs", "1", "--batch-size", "8", "--max-length", "32", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, [*words, *(word for rate in rates for word in ("--lr", rate))])
+    assert "diverged with learning rate 1e+30" in done.output
+    (row,) = read_rows(tmp_path / "results.jsonl")
+    assert row["diverged_rates"] == [1e30]
+    assert done.exit_code == (len(rates) == 1) == row["diverged"]
 
 
 @pytest.mark.parametrize("attention", ["softmax", "lln_diag", "flash"])

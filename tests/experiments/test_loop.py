@@ -103,6 +103,29 @@ def test_a_run_that_breaks_is_given_up(tmp_path):
     assert run(tmp_path, steps=400, task=Broken).diverged  # asked again, it still is
 
 
+@pytest.mark.parametrize(("steps", "skipped"), [(frozenset(range(6, 12)), 6), ({7, 8}, 2)])
+def test_a_short_run_has_diverged_if_half_of_its_updates_are_left_out(tmp_path, steps, skipped):
+    """It ends before it would be given up."""
+
+    class Broken(Sometimes):
+        pass
+
+    Broken.steps = steps
+    summary = run(tmp_path, task=Broken)
+    assert summary.skipped == skipped == summary.row()["skipped"]
+    assert summary.diverged == (skipped == 6) == summary.row()["diverged"]
+    again = run(tmp_path, task=Broken)  # finished, it says the same
+    assert (again.resumed, again.skipped, again.diverged) == (12, skipped, summary.diverged)
+
+
+def test_a_run_that_ends_with_a_loss_of_nan_has_diverged(tmp_path):
+    class Lost(Toy):
+        def evaluate(self, model, split):
+            return {"loss": math.nan}
+
+    assert run(tmp_path, task=Lost).diverged
+
+
 class Sometimes(Toy):
     """Gradients that are not finite at some steps, from a loss that always is."""
 

@@ -219,6 +219,15 @@ def test_command(tmp_path, monkeypatch):
     assert row["configuration"]["length"] == 4096
 
 
+def test_command_says_that_a_run_diverged(tmp_path, monkeypatch):
+    write_reviews(tmp_path, monkeypatch)
+    out = ["--data", str(tmp_path), "--out", str(tmp_path / "run"), "--lr", "1e30"]
+    result = CliRunner().invoke(app, [*COMMAND, *out, "--attention", "elu"])
+    assert result.exit_code == 1
+    assert "lln train lra: the run diverged" in result.output + str(result.exception)
+    assert read_rows(tmp_path / "run" / "results.jsonl")[0]["diverged"]
+
+
 def test_command_says_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("LLN_CACHE", str(tmp_path))
     result = CliRunner().invoke(app, [*COMMAND, "--data", str(tmp_path)])

@@ -238,6 +238,14 @@ def test_the_command_trains_on_nothing_else_than_it_is_told(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_the_command_says_that_a_run_diverged(place, tmp_path):
+    out = ("--out", str(tmp_path / "run"), "--data", str(place), "--attention", "softmax")
+    done = command(*WORDS, *out, "--lr", "1e30")
+    assert done.exit_code == 1
+    assert "updates were left out" in done.output and "mlm: the run diverged" in done.output
+    assert read_rows(tmp_path / "run" / "results.jsonl")[0]["diverged"]
+
+
 ALONE = ("-m", "lln.cli", "train", "mlm", "--recipe", "roberta-tiny", "--length", "32")
 LONG = ("--steps", "24", "--batch-size", "4", "--save-every", "3", "--eval-every", "8")
 

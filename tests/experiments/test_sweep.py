@@ -44,6 +44,7 @@ time.sleep(float(seconds))
 if fails == "yes":
     sys.exit("it went wrong")
 row = {"digest": digest, "seed": 0, "seconds": float(seconds), "configuration": {"task": digest}}
+row["diverged"] = digest == "diverging"
 open(path, "a").write(json.dumps(row) + chr(10))
 """
 
@@ -122,6 +123,23 @@ def test_runs_that_have_their_row_are_skipped(tmp_path):
     outcome, _ = run([job(tmp_path, name) for name in "abc"])
     assert (len(outcome.done), len(outcome.skipped)) == (1, 2)
     assert [row["digest"] for row in read_rows(tmp_path / "fake.jsonl")] == ["a", "b", "c"]
+
+
+def test_a_run_that_diverged_has_its_row_and_is_reported(tmp_path):
+    outcome, said = run([job(tmp_path, name) for name in ("diverging", "good")])
+    assert len(outcome.done) == 2 and not outcome.failed
+    assert outcome.diverged == ["fake diverging seed=0"]
+    assert said.count("    it diverged, and its row says so") == 1
+    outcome, _ = run([job(tmp_path, "diverging")])
+    assert len(outcome.skipped) == 1 and not outcome.diverged
+
+
+def test_rows_of_others_in_a_file_of_results_are_left_alone(tmp_path):
+    append_row(tmp_path / "fake.jsonl", {"note": "no digest, no seed, no configuration"})
+    outcome, _ = run([job(tmp_path, "a")], minutes=1)
+    assert len(outcome.done) == 1
+    outcome, _ = run([job(tmp_path, "a")], minutes=1)
+    assert len(outcome.skipped) == 1
 
 
 def test_a_list_says_what_is_done_and_runs_nothing(tmp_path):

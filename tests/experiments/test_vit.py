@@ -131,3 +131,13 @@ def test_job_of_a_sweep(tmp_path):
     find("vit").run(spec, place)
     (row,) = read_rows(tmp_path / "results" / "vit.jsonl")
     assert [(row["digest"], row["seed"])] == find("vit").keys(spec, place)
+
+
+def test_command_says_that_a_run_diverged(tmp_path):
+    words = ["train", "vit", "--attention", "softmax", "--steps", "8", "--batch-size", "8"]
+    result = CliRunner().invoke(app, [*words, "--lr", "1e30", "--out", str(tmp_path)])
+    assert result.exit_code == 1
+    (row,) = read_rows(tmp_path / "results.jsonl")
+    assert row["diverged"] and row["skipped"] >= 4
+    assert f"{row['skipped']} of 8 updates were left out" in result.output
+    assert "lln train vit: the run diverged" in result.output + str(result.exception)

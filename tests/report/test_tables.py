@@ -241,8 +241,10 @@ def test_rows_are_counted_once_and_curves_and_torn_lines_not(tmp_path):
     with (tmp_path / "rows.jsonl").open("a") as stream:
         stream.write('{"subject": "glue", "dig')
     assert results.read(tmp_path) == [second]
+    write(tmp_path, [{"note": "not ours"}, {"digest": "a"}, second])
+    assert results.read(tmp_path) == [second]
     (tmp_path / "rows.jsonl").write_text("nonsense\n{}\n")
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1 is not JSON"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1 is not a JSON object"):
         results.read(tmp_path)
 
 
