@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TypeVar
 
+from lln.experiments import mechanism
 from lln.experiments.config import TrainConfig
 
 Config = TypeVar("Config", bound=Any)
@@ -16,6 +17,9 @@ def changed(start: Config, *, fixed: tuple[str, ...] = (), **changes: Any) -> Co
     Args:
         start: A frozen dataclass with a field ``train``.
         fixed: Its fields that a recipe decides alone.
+
+    Raises:
+        ValueError, TypeError: There is no such field, mechanism, or option of it.
 
     Example:
         >>> changed(recipe("image"), attention="performer", steps=500, seed=1)
@@ -34,4 +38,6 @@ def changed(start: Config, *, fixed: tuple[str, ...] = (), **changes: Any) -> Co
     if "betas" in asked:
         asked["betas"] = tuple(asked["betas"])
     others = {name: value for name, value in changes.items() if name in outer}
-    return dataclasses.replace(start, **others, train=dataclasses.replace(start.train, **asked))
+    train = dataclasses.replace(start.train, **asked)
+    mechanism.check(train.attention, train.options)
+    return dataclasses.replace(start, **others, train=train)

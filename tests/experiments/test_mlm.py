@@ -187,6 +187,20 @@ def test_wrong_settings_are_named(place, changes, said):
         mlm.run(tiny(**changes), data=place)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"attention": "softmx"}, "attention='softmx' is unknown; did you mean 'softmax'"),
+        ({"options": {"foo": 1}}, "foo= is not an option; 'lln_diag' takes .*diag_block"),
+        ({"attention": "softmax_eager", "options": {"rank": 1}}, "rank= is not an option"),
+        ({"options": "foo"}, "options='foo' is no set of names and values"),
+    ],
+)
+def test_mechanisms_and_options_are_looked_up_before_anything_else(changes, said):
+    with pytest.raises((ValueError, TypeError), match=said):
+        mlm.configure("roberta-tiny", **changes)
+
+
 def test_unknown_recipes_and_fields_are_refused():
     with pytest.raises(ValueError, match="recipe='bert' is unknown; choose from roberta-base"):
         mlm.configure("bert")
@@ -226,6 +240,9 @@ def test_the_command_explains_what_is_wrong(place, tmp_path):
     assert done.exit_code == 1 and "does not exist; expected are files such as" in done.output
     done = command("--data", str(place), *WORDS, "--option", "diag_block")
     assert done.exit_code == 2 and "is not KEY=VALUE" in done.output
+    for wrong in (("--option", "foo=1"), ("--attention", "softmx")):
+        done = command(*WORDS, "--data", str(place), "--out", str(tmp_path / "run"), *wrong)
+        assert done.exit_code == 1 and not (tmp_path / "run").exists()
 
 
 def test_the_command_trains_on_nothing_else_than_it_is_told(tmp_path):
