@@ -286,7 +286,7 @@ def glue(
             names = ("accuracy", "f1", "matthews", "pearson", "spearman")
             numbers = ", ".join(f"{name} {row[name]:.4f}" for name in names if name in row)
             typer.echo(f"dev: {numbers} (learning rate {row['learning_rate']:g})")
-            if row["diverged_rates"]:
+            if row.get("diverged_rates"):
                 rates = ", ".join(f"{rate:g}" for rate in row["diverged_rates"])
                 typer.echo(f"diverged with learning rate {rates}", err=True)
             typer.echo(f"run {folder}, row in {results}")

@@ -5,9 +5,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import platform
 import tempfile
+import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+
+# What flock() answers on file systems that cannot lock.
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 def write_text(path: str | os.PathLike[str], content: str) -> Path:
@@ -56,19 +62,79 @@ def append(handle: int, content: bytes, *, sync: bool = False) -> None:
         raise
 
 
+class InUse(Exception):
+    """Somebody holds a lock; the message says who."""
+
+
 @contextlib.contextmanager
 def locked(path: str | os.PathLike[str]) -> Iterator[None]:
     """Let one process at a time into the block; the lock file stays, and ends with its holder.
 
-    Where there are no such locks (Windows) everybody is let in.
+    Where there are no such locks (Windows, some network file systems) everybody is let in.
     """
+    with _opened(path) as handle:
+        _lock(handle, wait=True)
+        yield
+
+
+@contextlib.contextmanager
+def held(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold a lock for the life of the block, as :func:`locked`, but wait for nobody.
+
+    Raises:
+        InUse: Somebody else holds it; the message has the number of the process and its machine.
+    """
+    with _opened(path) as handle:
+        for _ in range(5):  # somebody may only be looking, see `holder`
+            if _lock(handle, wait=False):
+                break
+            time.sleep(0.05)
+        else:
+            raise InUse(_said_in(handle))
+        os.ftruncate(handle, 0)
+        append(handle, f"process {os.getpid()} on {platform.node()}\n".encode())
+        yield
+
+
+def holder(path: str | os.PathLike[str]) -> str | None:
+    """Who holds a lock, as :class:`InUse` says it; None if nobody does."""
+    if not Path(path).exists():
+        return None
+    with _opened(path) as handle:
+        return None if _lock(handle, wait=False) else _said_in(handle)
+
+
+def _said_in(handle: int) -> str:
+    return os.read(handle, 200).decode(errors="replace").strip() or "another process"
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[int]:
+    """A lock file, not emptied: it may be another's."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with target.open("w") as stream:
-        try:
-            import fcntl
-        except ImportError:
-            yield
-            return
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
+    handle = os.open(target, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, *, wait: bool) -> bool:
+    """False if somebody else has the lock; True if it was had, or if there is none to be had."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        warnings.warn(
+            "this file system has no locks: see to it that no other process writes there",
+            stacklevel=4,
+        )
+    return True

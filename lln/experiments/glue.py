@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lln.experiments import metrics
+from lln.experiments import metrics, runfolder
 from lln.experiments.config import TrainConfig
 from lln.experiments.data import glue as data
 from lln.experiments.data.pairs import Encoded, batches, bucket, encode, in_order
@@ -27,7 +27,7 @@ from lln.experiments.engine import AUTOCAST
 from lln.experiments.loop import Summary, Task, train
 from lln.experiments.pretrained import Pretrained
 from lln.experiments.progress import Progress
-from lln.experiments.runlog import append_row, result_row
+from lln.experiments.runlog import append_row, find_row, result_row
 from lln.instruments.rows import Row
 
 EVALUATION_TOKENS = 65_536  # of a batch
@@ -217,6 +217,8 @@ def run(
 ) -> Row:
     """Fine-tune with every rate, report the best once; the row is returned, and appended.
 
+    One that has its row in ``results`` is not run again.
+
     Args:
         source: A run of ``lln train mlm``, or a Hugging Face folder.
         data_folder: See :func:`lln.experiments.data.glue.find`.
@@ -239,6 +241,28 @@ def run(
             f"batch_size={config.batch_size} is more than the {len(splits['train'])} training "
             "examples; choose a smaller one"
         )
+    with runfolder.held(folder):
+        row = None if results is None else find_row(results, shared.digest(settings), config.seed)
+        if row is None:
+            watched = {"progress": progress, "tensorboard": tensorboard}
+            row = _run(config, pretrained, splits, folder, **watched, plan=(shared, settings))
+            row["seconds"] = round(time.perf_counter() - started, 2)
+            if results is not None and runfolder.is_first_process():
+                append_row(results, row, once=True)
+        return row
+
+
+def _run(
+    config: GlueConfig,
+    pretrained: Pretrained,
+    splits: Mapping[str, Encoded],
+    folder: Path | None,
+    *,
+    plan: tuple[TrainConfig, dict],
+    **watched: Any,
+) -> Row:
+    """Every rate, and the row of the best."""
+    started, (shared, settings) = time.perf_counter(), plan
     tried: dict[float, tuple[float, int] | None] = {}
     diverged = []
     best: tuple[tuple[bool, float], float, Finetuning, Summary] | None = None
@@ -246,7 +270,7 @@ def run(
         task = Finetuning(config, pretrained, splits, {**settings, "rate": rate})
         own = _with_rate(config, shared, rate, len(splits["train"]))
         place = None if folder is None else folder / f"rate-{rate:g}"
-        summary = train(task, own, place, progress=progress, tensorboard=tensorboard)
+        summary = train(task, own, place, **watched)
         tried[rate], splits = summary.best, task.splits  # which are on the device now
         diverged += [rate] * summary.diverged
         worth = (not summary.diverged, task.kept[0] if task.kept else -math.inf)
@@ -276,10 +300,7 @@ def run(
         seconds=time.perf_counter() - started,
         device=summary.device,
     )
-    row["digest"] = shared.digest(settings)
-    if results is not None and os.environ.get("RANK", "0") == "0":
-        append_row(results, row)
-    return row
+    return {**row, "digest": shared.digest(settings)}
 
 
 def encoded(config: GlueConfig, pretrained: Pretrained, files: data.Files) -> dict[str, Encoded]:

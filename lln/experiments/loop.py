@@ -13,16 +13,15 @@ CPU in float32, and the same curve.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from lln import files
 from lln.bench.precision import tf32_products
-from lln.experiments import checkpoint
+from lln.experiments import checkpoint, runfolder
 from lln.experiments.config import TrainConfig
 from lln.experiments.engine import Engine, make_accelerator
 from lln.experiments.progress import Progress, Silent
@@ -52,27 +51,27 @@ def train(
         test: Evaluate on "test" too, once, with the last weights.
 
     Raises:
-        ValueError: The folder holds another run.
+        ValueError: The folder holds another run, or another process is at work in it.
 
     Example:
         >>> summary = train(task, TrainConfig(steps=100, eval_every=20), Path("runs/a"))
         >>> summary.metrics["loss"], summary.best
     """
     accelerator = make_accelerator()
-    task.prepare(accelerator.device)
-    if folder is not None:
-        folder = Path(folder)
-        if accelerator.is_main_process:
-            _claim(folder, task, config)
+    folder = None if folder is None else Path(folder)
+    with runfolder.held(folder):
+        task.prepare(accelerator.device)
+        if folder is not None and accelerator.is_main_process:
+            runfolder.compare(folder, identity(task, config), _configuration(task, config))
         accelerator.wait_for_everyone()
-    if accelerator.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    # what autocast leaves in float32 may be TF32 in a run of half precision
-    with tf32_products(accelerator.device.type == "cuda" and config.precision != "fp32"):
-        engine = Engine(accelerator, task.build(), task, config)
-        run = _Run(task, config, folder, engine, progress or Silent(), tensorboard)
-        with contextlib.closing(run):
-            return run.to_the_end(test=test)
+        if accelerator.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        # what autocast leaves in float32 may be TF32 in a run of half precision
+        with tf32_products(accelerator.device.type == "cuda" and config.precision != "fp32"):
+            engine = Engine(accelerator, task.build(), task, config)
+            run = _Run(task, config, folder, engine, progress or Silent(), tensorboard)
+            with contextlib.closing(run):
+                return run.to_the_end(test=test)
 
 
 class _Run:
@@ -115,6 +114,8 @@ class _Run:
         self.mark = time.perf_counter()
         while self.step < config.steps and not self.stopped:
             self._update()
+            if self.step == self.resumed + 1:
+                self._claim()
             last = self.step == config.steps
             if self.step % config.log_every == 0 or last:
                 self._note()
@@ -127,6 +128,12 @@ class _Run:
             self.metrics = self._measure("valid")
         self.diverged = self.diverged or self._came_to_nothing()
         return self._summary(self._measure("test") if test else {})
+
+    def _claim(self) -> None:
+        """The folder is this run's from its first update on; what cannot run does not take it."""
+        if self.folder is not None and self.main:
+            configuration = _configuration(self.task, self.config)
+            runfolder.claim(self.folder, identity(self.task, self.config), configuration)
 
     def _came_to_nothing(self) -> bool:
         """Also a run too short to be given up: half of its updates left out, or a loss of NaN."""
@@ -352,27 +359,5 @@ def identity(task: Task, config: TrainConfig) -> str:
     return f"{task.name}-{config.digest(task.settings)}-seed{config.seed}"
 
 
-def _claim(folder: Path, task: Task, config: TrainConfig) -> None:
-    """Write run.json, or compare with the one that is there."""
-    path = folder / "run.json"
-    configuration = {"task": task.name, **config.as_dict(), **task.settings}
-    mine = {"identity": identity(task, config), "configuration": configuration}
-    if path.exists():
-        try:
-            there = json.loads(path.read_text(encoding="utf-8"))
-            other = there["configuration"]
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f"{path} cannot be read, so nobody knows what run this is; choose another folder, "
-                "or remove this one"
-            ) from None
-        if there.get("identity") != mine["identity"]:
-            keys = [key for key in configuration if configuration[key] != other.get(key)]
-            said = ", ".join(
-                f"{key}={other.get(key)!r} and not {configuration[key]!r}" for key in keys
-            )
-            raise ValueError(
-                f"{folder} holds a run with {said or 'other settings'}; choose another folder, or "
-                "remove this one to start again"
-            )
-    files.write_text(path, json.dumps(mine, indent=1) + "\n")
+def _configuration(task: Task, config: TrainConfig) -> dict[str, Any]:
+    return {"task": task.name, **config.as_dict(), **task.settings}

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lln.experiments import runlog
+from lln.experiments import runfolder, runlog
 from lln.experiments.changes import changed
 from lln.experiments.classify import Classification, curves, tested
 from lln.experiments.config import TrainConfig
@@ -216,7 +216,7 @@ def run(
     progress: Progress | None = None,
     tensorboard: bool = True,
 ) -> Row:
-    """Train, test once with the weights that were best on "valid"; the row is also appended.
+    """Train, test once with the weights that were best on "valid"; the row is also appended, once.
 
     Args:
         arrays: From :func:`load`.
@@ -225,20 +225,25 @@ def run(
     """
     started = time.perf_counter()
     task = LRA(config, arrays)
-    summary = train(task, config.train, folder, progress=progress, tensorboard=tensorboard)
-    metrics = {
-        "task": config.task,
-        **summary.row(),
-        **tested(task, summary, config.train, folder),
-        "curves": curves(folder),
-    }
-    spent = time.perf_counter() - started - summary.waited_seconds
-    row = runlog.result_row(
-        task.name, config.train, task.settings, metrics, seconds=spent, device=summary.device
-    )
-    if results is not None and os.environ.get("RANK", "0") == "0":
-        runlog.append_row(results, row)
-    return row
+    with runfolder.held(folder):
+        summary = train(task, config.train, folder, progress=progress, tensorboard=tensorboard)
+        if results is not None and summary.was_finished:
+            key = config.train.digest(task.settings), config.train.seed
+            if (row := runlog.find_row(results, *key)) is not None:
+                return row
+        metrics = {
+            "task": config.task,
+            **summary.row(),
+            **tested(task, summary, config.train, folder),
+            "curves": curves(folder),
+        }
+        spent = time.perf_counter() - started - summary.waited_seconds
+        row = runlog.result_row(
+            task.name, config.train, task.settings, metrics, seconds=spent, device=summary.device
+        )
+        if results is not None and runfolder.is_first_process():
+            runlog.append_row(results, row, once=summary.was_finished)
+        return row
 
 
 def digest(config: LRAConfig, arrays: data.LRAData, *, timed: bool = False) -> str:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lln.experiments import runlog
+from lln.experiments import runfolder, runlog
 from lln.experiments.changes import changed
 from lln.experiments.config import TrainConfig
 from lln.experiments.data import text, tokens
@@ -295,29 +295,27 @@ def run(
     started = time.perf_counter()
     corpus = data if isinstance(data, text.Corpus) else text.find(data, config.corpus)
     task = MLM(config, tokens.encode(corpus, config.vocabulary, tokenizer=tokenizer))
-    summary = train(
-        task,
-        config.train,
-        folder,
-        progress=progress,
-        tensorboard=tensorboard,
-        test="test" in corpus.splits,
-    )
+    watched = {"progress": progress, "tensorboard": tensorboard}
+    with runfolder.held(folder):
+        summary = train(task, config.train, folder, **watched, test="test" in corpus.splits)
+        row = _row(task, summary, time.perf_counter() - started)
+        if results is not None and runfolder.is_first_process():
+            runlog.append_row(results, row, once=summary.was_finished)
+        return Done(row, summary, task)
+
+
+def _row(task: MLM, summary: Summary, seconds: float) -> Row:
+    config = task.config
     metrics = {**summary.row(), "parameters_softmax": task.parameters_softmax}
     seen = summary.steps * config.train.batch_size * config.length
-    row = runlog.result_row(
+    return runlog.result_row(
         task.name,
         config.train,
         task.settings,
         {**metrics, "tokens": seen},
-        seconds=time.perf_counter() - started - summary.waited_seconds,
+        seconds=seconds - summary.waited_seconds,
         device=summary.device,
     )
-    if results is not None and os.environ.get("RANK", "0") == "0":
-        finished_before = summary.resumed == summary.steps
-        if not (finished_before and runlog.has_row(results, row["digest"], row["seed"])):
-            runlog.append_row(results, row)
-    return Done(row, summary, task)
 
 
 class Timed(MLM):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lln.experiments import checkpoint, gated, softmax
+from lln.experiments import checkpoint, gated, runfolder, softmax
 from lln.experiments.seeds import seeded
 
 
@@ -36,9 +36,8 @@ class Pretrained:
                 f"{source} is neither a run of `lln train mlm` with a checkpoint nor a Hugging "
                 "Face folder with config.json, model.safetensors and tokenizer.json"
             )
-        if (source / "run.json").exists():
-            run = json.loads((source / "run.json").read_text(encoding="utf-8"))
-            return Pretrained(folder, run["identity"], run["configuration"])
+        if (source / runfolder.RUN).exists():
+            return Pretrained(folder, **runfolder.read(source))
         weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
         return Pretrained(folder, f"{source.name}-{weights[:12]}", {})
 

@@ -119,11 +119,14 @@ def result_row(
     }
 
 
-def append_row(path: str | os.PathLike[str], row: Mapping[str, Any]) -> None:
+def append_row(path: str | os.PathLike[str], row: Mapping[str, Any], *, once: bool = False) -> None:
     """Add a row to a file that several processes may append to at once.
 
     The line is written under a lock, and on the disk when this returns. A line that another process
     left torn is removed first.
+
+    Args:
+        once: Unless the file has a row of the same configuration and seed.
 
     Raises:
         OSError: The row could not be written as a whole; the file has no part of it.
@@ -132,6 +135,8 @@ def append_row(path: str | os.PathLike[str], row: Mapping[str, Any]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     line = (json.dumps(row, allow_nan=False) + "\n").encode()
     with files.locked(target.with_name(f".{target.name}.lock")):
+        if once and has_row(target, *key_of(row)):
+            return
         handle = os.open(target, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             content = target.read_bytes()
@@ -141,7 +146,7 @@ def append_row(path: str | os.PathLike[str], row: Mapping[str, Any]) -> None:
             os.close(handle)
 
 
-def key_of(row: Row) -> tuple[Any, Any]:
+def key_of(row: Mapping[str, Any]) -> tuple[Any, Any]:
     """What names a row in its file; a row that somebody else has written may have no such names."""
     return row.get("digest"), row.get("seed")
 

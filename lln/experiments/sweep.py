@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from lln.experiments.estimate import known_seconds
 from lln.experiments.plan import FINISHED, Job
+from lln.experiments.runfolder import holder
 from lln.experiments.turn import SHARED, TURN, Gate, can_wait
 
 POLL_SECONDS = 0.2
@@ -71,6 +72,7 @@ class Sweep:
         self.end = None if minutes is None else self.started + 60 * minutes
         self.processes: list[_Process] = []
         self.late: set[str] = set()
+        self.held: set[str] = set()
         self.diverged: list[str] = []
 
     def tell(self) -> list[Job]:
@@ -140,7 +142,7 @@ class Sweep:
                     self._start_next_ahead(job)
                     break  # keep the order, or a wide run would wait for ever
                 continue
-            if not self._is_run_elsewhere(job) and not self._too_late(job):
+            if not (self._is_run_elsewhere(job) or self._is_held(job) or self._too_late(job)):
                 self._go(job)
         return sum(job.state == "skipped" for job in self.jobs) > skipped
 
@@ -155,6 +157,16 @@ class Sweep:
             for each in (job, *job.after):
                 each.state = "skipped"
         return job.state == "skipped"
+
+    def _is_held(self, job: Job) -> bool:
+        """Whether a process that is not ours runs it, as those of a sweep that was killed may."""
+        if any(process.job is job for process in self.processes):
+            return False
+        other = holder(job.place.folder)
+        if other is not None and job.label not in self.held:
+            self.held.add(job.label)
+            self.say(f"not started, {other} is at it: {job.label}")
+        return other is not None
 
     def _running(self) -> Iterator[Job]:
         return (job for job in self.jobs if job.state == "running")
@@ -177,7 +189,7 @@ class Sweep:
         """One at a time; not beside another kind, whose few updates compiling might disturb."""
         ahead = any(other.state == "ahead" and other.before is None for other in self.jobs)
         alike = all(other.kind == job.kind for other in self._running() if other.timed)
-        possible = job.timed and alike and not ahead and can_wait()
+        possible = job.timed and alike and not ahead and can_wait() and not self._is_held(job)
         if possible and not self._is_run_elsewhere(job) and not self._too_late(job):
             self._start(job, ahead=True)
 
@@ -186,7 +198,7 @@ class Sweep:
         if can_wait():
             for job in [job for job in self._running() if job.timed]:
                 for follower in job.after[: self.slots]:
-                    if follower.state == "waiting":
+                    if follower.state == "waiting" and not self._is_held(follower):
                         self._start(follower, ahead=True)
 
     def _go(self, job: Job) -> None:
@@ -249,7 +261,8 @@ class Sweep:
             other.state in FINISHED or other.has_rows() for other in job.after
         ):
             for each in (job, *job.after):
-                shutil.rmtree(each.place.folder, ignore_errors=True)
+                if holder(each.place.folder) is None:
+                    shutil.rmtree(each.place.folder, ignore_errors=True)
 
     def _stop(self, processes: Iterable[_Process]) -> None:
         """End processes, whose jobs then wait again."""

@@ -96,6 +96,11 @@ class Summary:
     device: str
     model: nn.Module = field(repr=False)
 
+    @property
+    def was_finished(self) -> bool:
+        """Whether an earlier call had done all updates, and may have written the result."""
+        return self.resumed == self.steps
+
     def row(self) -> dict[str, Any]:
         """Columns of a result row; metrics of the evaluation keep their names."""
         best = {} if self.best is None else {"best": self.best[0], "best_step": self.best[1]}

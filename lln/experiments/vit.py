@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lln.experiments import runlog, softmax
+from lln.experiments import runfolder, runlog, softmax
 from lln.experiments.changes import changed
 from lln.experiments.classify import Classification, curves, tested
 from lln.experiments.config import TrainConfig
@@ -255,7 +254,7 @@ def run(
     progress: Progress | None = None,
     tensorboard: bool = True,
 ) -> Row:
-    """Train, test once with the weights that were best on "valid"; the row is also appended.
+    """Train, test once with the weights that were best on "valid"; the row is also appended, once.
 
     Args:
         pictures: From :func:`lln.experiments.data.images.load`.
@@ -264,19 +263,24 @@ def run(
     """
     started = time.perf_counter()
     task = Vision(config, pictures)
-    summary = train(task, config.train, folder, progress=progress, tensorboard=tensorboard)
-    metrics = {
-        **summary.row(),
-        **tested(task, summary, config.train, folder),
-        "curves": curves(folder),
-    }
-    spent = time.perf_counter() - started - summary.waited_seconds
-    row = runlog.result_row(
-        task.name, config.train, task.settings, metrics, seconds=spent, device=summary.device
-    )
-    if results is not None and os.environ.get("RANK", "0") == "0":
-        runlog.append_row(results, row)
-    return row
+    with runfolder.held(folder):
+        summary = train(task, config.train, folder, progress=progress, tensorboard=tensorboard)
+        if results is not None and summary.was_finished:
+            key = config.train.digest(task.settings), config.train.seed
+            if (row := runlog.find_row(results, *key)) is not None:
+                return row
+        metrics = {
+            **summary.row(),
+            **tested(task, summary, config.train, folder),
+            "curves": curves(folder),
+        }
+        spent = time.perf_counter() - started - summary.waited_seconds
+        row = runlog.result_row(
+            task.name, config.train, task.settings, metrics, seconds=spent, device=summary.device
+        )
+        if results is not None and runfolder.is_first_process():
+            runlog.append_row(results, row, once=summary.was_finished)
+        return row
 
 
 def digest(config: ViTRun, pictures: images.Images) -> str:

@@ -62,6 +62,8 @@ def test_a_row_says_what_was_chosen_and_from_what(places, tmp_path):
     assert used["pretraining"] == pretrained.identity
     assert row["digest"] == glue.digest(config, pretrained, used["data"])
     assert (tmp_path / "run" / "rate-0.003" / "curve.jsonl").exists()
+    again = glue.run(config, runs["lln_diag"], results=results, **options)
+    assert again == read_rows(results)[0] and len(read_rows(results)) == 1  # not run again
 
 
 def model_folder(run, folder):
@@ -237,6 +239,14 @@ def test_bad_settings_are_refused(places, changes, words):
     data, runs = places
     with pytest.raises(ValueError, match=words):
         glue.run(glue.recipe("sst2", **{**QUICK, **changes}), runs["softmax"], data_folder=data)
+
+
+def test_a_run_with_a_damaged_run_file_is_named(places, tmp_path):
+    _, runs = places
+    shutil.copytree(runs["softmax"], tmp_path / "run", symlinks=True)
+    (tmp_path / "run" / "run.json").write_text('{"configuration": {}}')
+    with pytest.raises(ValueError, match=r"run.json cannot be read"):
+        Pretrained.find(tmp_path / "run")
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):

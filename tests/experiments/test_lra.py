@@ -120,6 +120,8 @@ def test_a_run_writes_its_row(tmp_path):
     scales = row["curves"]["scales"]
     assert scales["step"] == [0, 3] and np.shape(scales["alpha"]) == (2, 2)
     assert row["digest"] == lra.digest(config, sequences())
+    lra.run(config, sequences(), folder=tmp_path / "run", results=tmp_path / "rows.jsonl")
+    assert len(read_rows(tmp_path / "rows.jsonl")) == 1  # finished, it adds no other
 
 
 class Stop(Exception):

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import lln
 from lln.cli import app
-from lln.experiments import glue, jobs, mlm, softmax
+from lln.experiments import glue, jobs, mlm, runfolder, softmax
 from lln.experiments.jobs import Place
 from lln.experiments.jobs import glue as glue_job
 from lln.experiments.plan import (
@@ -132,6 +132,20 @@ def test_a_run_that_diverged_has_its_row_and_is_reported(tmp_path):
     assert said.count("    it diverged, and its row says so") == 1
     outcome, _ = run([job(tmp_path, "diverging")])
     assert len(outcome.skipped) == 1 and not outcome.diverged
+
+
+def test_what_a_process_of_a_killed_sweep_is_at_is_left_to_it(tmp_path):
+    planned = [job(tmp_path, name) for name in ("held", "free")]
+    with runfolder.held(planned[0].place.folder):
+        outcome, said = run(planned)
+    assert (outcome.done, outcome.left) == (["fake free seed=0"], ["fake held seed=0"])
+    assert sum("is at it: fake held" in line for line in said) == 1
+    append_row(tmp_path / "fake.jsonl", {"digest": "held", "seed": 0})
+    with runfolder.held(planned[0].place.folder):  # it has its row, and may still add a curve
+        outcome, _ = run([job(tmp_path, "held")])
+        assert len(outcome.skipped) == 1 and planned[0].place.folder.exists()
+    run([job(tmp_path, "held")])
+    assert not planned[0].place.folder.exists()
 
 
 def test_rows_of_others_in_a_file_of_results_are_left_alone(tmp_path):
@@ -340,6 +354,10 @@ def test_mistakes_in_a_file_are_said(tmp_path, data):
         ([{"run": "mml"}], "run='mml' is unknown"),
         ([{"recipe": "roberta-tiny"}], "does not say its kind"),
         ([{**TINY, "step": 5}], "step is no field"),
+        (
+            [{**TINY, "attention": "softmx"}],
+            "attention='softmx' is unknown; did you mean 'softmax'",
+        ),
         ([{"run": "glue", "task": "sst2"}], 'needs "from"'),
         ([{**TINY, "then": [TINY]}], "only glue"),
         ({"base": TINY, "repeat": [1]}, r"repeat=\[1\]"),

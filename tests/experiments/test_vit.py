@@ -83,6 +83,18 @@ def test_a_run_learns_and_writes_its_row(tmp_path):
     assert all(value > 0 for layers in scales["alpha"] for value in layers)
 
 
+@pytest.mark.parametrize("save_every", [3, 0])
+def test_a_finished_run_that_is_repeated_adds_no_row(tmp_path, save_every):
+    """Also where the best weights were not kept, so that there is nothing to test again."""
+    places = {"folder": tmp_path / "run", "results": tmp_path / "rows.jsonl"}
+    config = small(steps=9, save_every=save_every, learning_rate=5e-2)
+    first, second = (vit.run(config, pictures(), tensorboard=False, **places) for _ in range(2))
+    assert len(read_rows(tmp_path / "rows.jsonl")) == 1
+    assert first["accuracy"] == second["accuracy"] and first["date"] == second["date"]
+    vit.run(config, pictures(), folder=tmp_path / "other", results=places["results"])
+    assert len(read_rows(tmp_path / "rows.jsonl")) == 2  # measured again from its start
+
+
 def test_fixed_scales_and_the_loss_scale_of_fp16(tmp_path):
     """What Fig. 10 needs: α = β as given, and the scale of every step."""
     config = small(

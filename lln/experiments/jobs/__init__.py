@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from lln.experiments.runlog import append_row, has_row
+from lln.experiments.runlog import append_row
 from lln.instruments.rows import Row
 
 Spec = dict[str, Any]
@@ -43,16 +43,14 @@ class Place:
 
     def add(self, kind: str, row: Row) -> None:
         """Append a row unless it is there."""
-        if not has_row(self.results(kind), row["digest"], row["seed"]):
-            append_row(self.results(kind), row)
+        append_row(self.results(kind), row, once=True)
 
     def keep_curves(self, row: Row, name: str, curve: list[Row]) -> None:
         """Append a curve of a run as one line, beside what names its row."""
         if curve:
             names = ("subject", "mechanism", "digest", "seed", "shared", "configuration")
             line = {**{key: row[key] for key in names}, "rows": curve}
-            if not has_row(self.out / f"{name}.jsonl", row["digest"], row["seed"]):
-                append_row(self.out / f"{name}.jsonl", line)
+            append_row(self.out / f"{name}.jsonl", line, once=True)
 
 
 class Kind(Protocol):

@@ -7,13 +7,16 @@ import sys
 from pathlib import Path
 
 from lln.experiments.jobs import Place, find
+from lln.experiments.runfolder import held
 
 
 def main(text: str) -> None:
     """Run the job that :func:`lln.experiments.plan.Job.command` has written down."""
     job = json.loads(text)
     paths = {name: None if value is None else Path(value) for name, value in job["place"].items()}
-    find(job["kind"]).run(job["spec"], Place(**paths))  # type: ignore[arg-type]
+    place = Place(**paths)  # type: ignore[arg-type]
+    with held(place.folder):  # a sweep that is killed leaves this process, its rerun starts another
+        find(job["kind"]).run(job["spec"], place)
 
 
 if __name__ == "__main__":
