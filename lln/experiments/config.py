@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,11 +73,15 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulation", "log_every"):
-            _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+            check_whole(name, getattr(self, name), least=1)
         for name in ("warmup", "eval_every", "patience", "save_every", "keep", "monitor_every"):
-            _check(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
-        _check("learning_rate", self.learning_rate, self.learning_rate > 0, "positive")
-        _check("clip", self.clip, self.clip >= 0, "0 (no limit) or more")
+            check_whole(name, getattr(self, name))
+        check_number("learning_rate", self.learning_rate, "positive", lambda x: x > 0)
+        check_number("epsilon", self.epsilon, "positive", lambda x: x > 0)
+        check_number("clip", self.clip, "0 (no limit) or more", lambda x: x >= 0)
+        check_number("weight_decay", self.weight_decay, "0 or more", lambda x: x >= 0)
+        for beta in self.betas:
+            check_number("betas", beta, "0 or more and less than 1", lambda x: 0 <= x < 1)
         _choose("precision", self.precision, PRECISIONS)
         _choose("schedule", self.schedule, SCHEDULES)
         whole = self.batch_size % self.accumulation == 0
@@ -109,6 +113,18 @@ class TrainConfig:
             "cosine": 0.5 * (1 - math.cos(math.pi * left)),
         }[self.schedule]
         return self.learning_rate * factor
+
+
+def check_whole(name: str, value: object, least: int = 0) -> None:
+    """Refuse what is not a whole number, or less than ``least``."""
+    wanted = f"at least {least}" if least else "0 or more"
+    _check(name, value, isinstance(value, int) and value >= least, f"a whole number, {wanted}")
+
+
+def check_number(name: str, value: Any, wanted: str, holds: Callable[[float], bool]) -> None:
+    """Refuse what is not a finite number, or not as ``wanted``."""
+    finite = isinstance(value, (int, float)) and math.isfinite(value)
+    _check(name, value, finite and holds(value), f"finite and {wanted}")
 
 
 def _check(name: str, value: object, holds: bool, wanted: str) -> None:

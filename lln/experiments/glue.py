@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lln.experiments import metrics, runfolder
-from lln.experiments.config import TrainConfig
+from lln.experiments.config import TrainConfig, check_number, check_whole
 from lln.experiments.data import glue as data
 from lln.experiments.data.pairs import Encoded, batches, bucket, encode, in_order
 from lln.experiments.engine import AUTOCAST
@@ -64,6 +64,11 @@ class GlueConfig:
     def __post_init__(self) -> None:
         if not self.rates:
             raise ValueError("rates is empty; pass at least one learning rate")
+        for rate in self.rates:  # all of them before the first is tried
+            check_number("rates", rate, "positive", lambda x: x > 0)
+        for name in ("epochs", "batch_size", "max_length", "evaluations"):
+            check_whole(name, getattr(self, name), least=1)
+        check_number("warmup", self.warmup, "between 0 and 1", lambda x: 0 <= x <= 1)
 
 
 def recipe(task: str, **changes: Any) -> GlueConfig:

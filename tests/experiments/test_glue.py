@@ -232,6 +232,10 @@ def test_a_hugging_face_folder_is_a_source_too(places):
         ({"max_length": 128}, "max_length=128 is more than the 64 positions"),
         ({"batch_size": 500}, "batch_size=500 is more than the 180 training examples"),
         ({"rates": ()}, "rates is empty"),
+        ({"rates": (1e-3, float("inf"))}, "rates=inf is not possible; it must be finite"),
+        ({"rates": (1e-3, -1.0)}, "rates=-1.0 is not possible"),
+        ({"epochs": 0}, "epochs=0 is not possible; it must be a whole number, at least 1"),
+        ({"warmup": 6}, "warmup=6 is not possible; .*between 0 and 1"),
         ({"rate": 1e-3}, "rate is no field of a fine-tuning"),
     ],
 )

@@ -207,6 +207,15 @@ def test_half_precision_has_a_loss_scale(tmp_path):
         ("steps", 0, "at least 1"),
         ("accumulation", 3, "a divisor of self.batch_size=8"),
         ("schedule", "stairs", "choose from linear"),
+        ("steps", 2.5, "a whole number"),
+        ("steps", "5", "a whole number"),
+        ("learning_rate", math.inf, "finite and positive"),
+        ("learning_rate", math.nan, "finite and positive"),
+        ("learning_rate", "1e-3", "finite and positive"),
+        ("clip", math.inf, r"finite and 0 .no limit. or more"),
+        ("weight_decay", -1.0, "finite and 0 or more"),
+        ("epsilon", math.nan, "finite and positive"),
+        ("betas", (0.9, 1.0), "less than 1"),
     ],
 )
 def test_impossible_settings_are_refused(field, value, remedy):

@@ -240,7 +240,7 @@ def test_the_command_explains_what_is_wrong(place, tmp_path):
     assert done.exit_code == 1 and "does not exist; expected are files such as" in done.output
     done = command("--data", str(place), *WORDS, "--option", "diag_block")
     assert done.exit_code == 2 and "is not KEY=VALUE" in done.output
-    for wrong in (("--option", "foo=1"), ("--attention", "softmx")):
+    for wrong in (("--option", "foo=1"), ("--attention", "softmx"), ("--lr", "inf")):
         done = command(*WORDS, "--data", str(place), "--out", str(tmp_path / "run"), *wrong)
         assert done.exit_code == 1 and not (tmp_path / "run").exists()
 
