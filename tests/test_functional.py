@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -76,6 +78,25 @@ def test_gradcheck_with_explicit_scales(is_causal, diag_block):
         ),
         (q, k, v, alpha, beta),
     )
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("width", [16, 48])
+@pytest.mark.parametrize("scale", [None, 0.1])
+def test_the_diagonal_branch_is_scaled_by_the_head_size_unless_told(is_causal, width, scale):
+    """Fig. 3, right branch: softmax of qᵀk / sqrt(D)."""
+    q, k, v = random_qkv(2, 2, 20, width=width)
+    alpha, beta = random_scales(2, 2, 2)
+    options = {"alpha": alpha, "beta": beta, "is_causal": is_causal}
+    used = 1 / math.sqrt(width) if scale is None else scale
+    expected = reference.lln_diag(q, k, v, block=8, scale=used, **options)
+    out = lln.attention(q, k, v, diag_block=8, scale=scale, **options)
+    torch.testing.assert_close(out, expected)
+    cu = torch.tensor([0, 20])
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    options |= {"alpha": alpha[:1], "beta": beta[:1]}
+    varlen = lln.attention_varlen(*packed, cu, diag_block=8, scale=scale, **options)
+    torch.testing.assert_close(varlen.transpose(0, 1), expected[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
