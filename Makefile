@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-shapes test-gpu check format bench readme docs fuzz clean
+.PHONY: help install demo test test-slow test-shapes test-gpu check format bench readme docs fuzz mutation clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -73,6 +73,9 @@ docs: install  ## the documentation as a site, with the API: build/docs/site/ind
 
 fuzz: install  ## the property tests with many more examples
 	HYPOTHESIS_PROFILE=fuzz $(PYTEST) tests/test_properties.py
+
+mutation: install  ## 240 small changes of the source: do the tests notice? build/mutation.jsonl
+	$(BIN)/python -m tests.mutation --jobs $(JOBS)
 
 clean:  ## remove what was generated; .venv and results/ stay
 	rm -rf build dist runs .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,68 @@
+"""Which files are changed, and which tests ought to notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# Minutes of compilation, and runs killed and resumed in other processes.
+CHOICE = "not compile and not killed and not export and not opcheck"
+
+OPS = "tests/test_bad_input.py tests/ops/test_against_reference.py tests/ops/test_numerics.py"
+CALLS = "tests/test_functional.py tests/test_properties.py"
+TILES = f"tests/ops/test_causal_tiles.py {OPS} {CALLS}"
+TRITON = "tests/ops/triton"
+CORE = "tests/nn/test_attention.py tests/nn/test_running.py tests/nn/test_dropout.py"
+LAYER = "tests/nn/test_multihead.py tests/nn/test_transformer_layers.py"
+ENGINE = "tests/experiments/test_engine.py tests/experiments/test_loop.py"
+TRAINING = f"{ENGINE} tests/experiments/test_resume.py"
+# A file or folder -> its tests; the longest match counts. Not here: experiments/graph.py, which
+# needs a GPU.
+TESTS = {
+    "lln/functional.py": f"{CALLS} tests/test_bad_input.py",
+    "lln/ops": f"{OPS} {CALLS}",
+    "lln/ops/convolution.py": "tests/ops/test_convolution.py tests/nn/test_conv.py",
+    "lln/ops/derivatives.py": f"tests/ops/test_derivatives.py {OPS}",
+    "lln/ops/transforms.py": "tests/ops/test_transforms.py",
+    "lln/ops/eager/block_diagonal.py": f"tests/ops/test_fused_blocks.py {OPS}",
+    "lln/ops/eager/fused_blocks.py": f"tests/ops/test_fused_blocks.py {OPS}",
+    "lln/ops/eager/square.py": TILES,
+    "lln/ops/eager/tree.py": TILES,
+    "lln/ops/eager/segments.py": TILES,
+    "lln/ops/eager/causal.py": TILES,
+    "lln/ops/eager/causal_backward.py": TILES,
+    "lln/ops/triton": f"{TRITON}/test_registration.py {TRITON}/test_bounds.py "
+    f"{TRITON}/test_state.py {TRITON}/test_bidirectional.py",
+    "lln/ops/triton/_convolution.py": f"{TRITON}/test_convolution.py",
+    "lln/ops/triton/_causal.py": f"{TRITON}/test_causal.py {TRITON}/test_prefill.py",
+    "lln/ops/triton/launch_causal.py": f"{TRITON}/test_causal.py {TRITON}/test_prefill.py",
+    "lln/ops/triton/_block_diagonal.py": f"{TRITON}/test_lln_diag.py",
+    "lln/ops/triton/_lln_diag.py": f"{TRITON}/test_lln_diag.py",
+    "lln/ops/triton/launch_diag.py": f"{TRITON}/test_lln_diag.py",
+    "lln/ops/triton/_varlen.py": f"{TRITON}/test_varlen.py",
+    "lln/ops/triton/launch_packed.py": f"{TRITON}/test_varlen.py",
+    "lln/ops/triton/_decode.py": f"{TRITON}/test_decode.py {TRITON}/test_prefill.py",
+    "lln/ops/triton/statistics.py": f"{TRITON}/test_statistics.py",
+    "lln/ops/triton/matching.py": f"{TRITON}/test_matching.py",
+    "lln/moments": "tests/moments tests/test_bad_input.py",
+    "lln/nn": f"{CORE} {LAYER} tests/nn/test_meta.py tests/nn/test_conv.py",
+    "lln/experiments/engine.py": TRAINING,
+    "lln/experiments/loop.py": TRAINING,
+    "lln/experiments/config.py": TRAINING,
+    "lln/experiments/checkpoint.py": TRAINING,
+    "lln/experiments/seeds.py": f"tests/experiments/test_seeds.py {TRAINING}",
+}
+
+
+def killers_of(path: str) -> tuple[str, ...]:
+    """The test files of a file of lln."""
+    matches = [name for name in TESTS if path == name or path.startswith(f"{name}/")]
+    return tuple(dict.fromkeys(TESTS[max(matches, key=len)].split()))
+
+
+def sources() -> list[Path]:
+    """The files that are changed: not those of kernels, which run on a GPU."""
+    found: set[Path] = set()
+    for name in TESTS:
+        found |= {ROOT / name} if name.endswith(".py") else set((ROOT / name).rglob("*.py"))
+    return sorted(path for path in found if not path.name.endswith("_kernels.py"))

@@ -1,0 +1,118 @@
+"""The mutation runner: what is changed, that it still parses, and that it is taken back."""
+
+from __future__ import annotations
+
+import ast
+import collections
+
+import pytest
+
+from tests.mutation import tree as trees
+from tests.mutation.mutants import draw, mutants_of
+from tests.mutation.table import ROOT, TESTS, killers_of, sources
+from tests.mutation.tree import Tree, within
+
+SOURCE = '''
+"""Words 1."""
+from typing import TYPE_CHECKING
+__all__ = ["f"]
+if TYPE_CHECKING:
+    limit = 7
+
+@decorated(9)
+def f(x: Array["3"], *, deep: bool = True) -> int:
+    """Words 2."""
+    if x < 2 and deep:
+        raise ValueError(f"{x + 5}")
+    self.count += 1
+    shallow = not deep
+    y = g(-x, scale=0.5, device=x)
+    return x * y
+'''
+
+
+def found(tmp_path, source=SOURCE):
+    (tmp_path / "m.py").write_text(source)
+    return mutants_of(tmp_path, tmp_path / "m.py")
+
+
+def test_code_is_changed_and_words_are_not(tmp_path):
+    changes = {(m.operator, m.before, m.after) for m in found(tmp_path)}
+    test = "x < 2 and deep"
+    assert changes == {
+        ("boolean", "True", "False"),
+        ("not", test, f"(not ({test}))"),
+        ("and/or", test, "(x < 2 or deep)"),
+        ("comparison", "x < 2", "(x <= 2)"),
+        ("comparison", "x < 2", "(x >= 2)"),
+        ("integer", "2", "3"),
+        ("integer", "2", "1"),
+        ("not", "not deep", "(deep)"),
+        ("raise", 'raise ValueError(f"{x + 5}")', "pass"),
+        ("statement", "self.count += 1", "pass"),
+        ("arithmetic", "self.count += 1", "self.count -= 1"),
+        ("integer", "1", "2"),
+        ("integer", "1", "0"),
+        ("argument", "g(-x, scale=0.5, device=x)", "(g(-x, device=x))"),
+        ("sign", "-x", "(x)"),
+        ("float", "0.5", "1.0"),
+        ("return", "return x * y", "return None"),
+        ("arithmetic", "x * y", "(x / y)"),
+    }
+
+
+def test_every_change_parses_and_is_another_program():
+    path = ROOT / "lln" / "ops" / "reference.py"
+    source = path.read_bytes()
+    for mutant in mutants_of(ROOT, path):
+        changed = ast.parse(mutant.apply(source))
+        assert ast.dump(changed) != ast.dump(ast.parse(source)), mutant
+
+
+def test_a_draw_is_repeatable_and_even():
+    mutants = mutants_of(ROOT, ROOT / "lln" / "functional.py")
+    first = list(draw(mutants, 3))
+    assert first == list(draw(mutants, 3)) != list(draw(mutants, 4))
+    assert sorted(m.key for m in first) == sorted(m.key for m in mutants)
+    operators = collections.Counter(m.operator for m in first[:8])
+    assert max(operators.values()) == 1
+
+
+def test_every_entry_of_the_table_exists_and_every_source_has_tests():
+    assert all((ROOT / name).exists() for name in TESTS)
+    assert len(sources()) > 40
+    for path in sources():
+        files = killers_of(path.relative_to(ROOT).as_posix())
+        assert files and all((ROOT / file).exists() for file in files)
+
+
+def test_the_quickest_tests_that_fit_are_chosen():
+    costs = {"a.py::slow": 9.0, "a.py::quick": 0.1, "b.py::other": 0.0, "a.py::middle": 1.0}
+    assert within(2.0, ["a.py"], costs) == ["a.py::quick", "a.py::middle"]
+
+
+@pytest.mark.parametrize("failed", [None, "tests/a.py::test", KeyboardInterrupt])
+def test_a_change_is_taken_back_whatever_happens(tmp_path, monkeypatch, failed):
+    monkeypatch.setattr(trees, "COPIED", ("pyproject.toml",))
+    tree = Tree(tmp_path)
+    path = tmp_path / "lln" / "functional.py"
+    path.parent.mkdir()
+    path.write_bytes((ROOT / "lln" / "functional.py").read_bytes())
+    mutant = mutants_of(tmp_path, path)[0]
+    seen = []
+
+    def test(files, order, limit):
+        seen.append(path.read_bytes())
+        if failed is KeyboardInterrupt:
+            raise failed
+        return {"verdict": "killed" if failed else "survived", "failed": failed}
+
+    monkeypatch.setattr(tree, "test", test)
+    source = path.read_bytes()
+    if failed is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            tree.try_out(mutant, {}, 1.0)
+    else:
+        row = tree.try_out(mutant, {}, 1.0)
+        assert row["verdict"] == ("killed" if failed else "survived") and row["by"] == failed
+    assert seen == [mutant.apply(source)] and path.read_bytes() == source
