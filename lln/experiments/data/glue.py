@@ -9,9 +9,6 @@ The official test sets have no labels, so "dev" is what results are reported on.
 
 from __future__ import annotations
 
-import csv
-import json
-import lzma
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -20,10 +17,14 @@ from pathlib import Path
 
 import torch
 
+from lln.experiments.data import sources
+from lln.experiments.data.damage import DamagedData
+from lln.experiments.data.labels import class_of, score_of
 from lln.experiments.seeds import generator
 
 HELD_OUT = 0.1  # share of train that chooses learning rate and epoch
 MOST_HELD_OUT = 2000
+LARGEST_SCORE = 5  # of STS-B
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,9 @@ def read(files: Files) -> Splits:
     """
     parse = _official if files.official else _lines
     train, test = (parse(files.task, path) for path in (files.train, files.dev))
+    for path, examples, least in ((files.train, train, 2), (files.dev, test, 1)):
+        if len(examples) < least:
+            raise DamagedData(f"{path} has {len(examples)} examples, {least} are needed at least")
     order = torch.randperm(len(train), generator=generator(0, "glue", "valid")).tolist()
     count = min(MOST_HELD_OUT, max(1, int(HELD_OUT * len(train))))
     return Splits(train.take(order[count:]), train.take(order[:count]), test)
@@ -201,12 +205,15 @@ def _compressed(place: Path, file: str) -> Path:
 
 
 def _lines(task: Glue, path: Path) -> Examples:
-    content = path.read_bytes()
-    if path.suffix == ".xz":
-        content = lzma.decompress(content)
-    rows = [json.loads(line) for line in content.decode().splitlines()]
-    texts = [tuple(_clean(task, row[field]) for field in task.fields) for row in rows]
-    return Examples(texts, [_label(task, row["label"]) for row in rows])
+    texts, labels = [], []
+    for number, line in sources.lines(path):
+        try:
+            row = sources.parse_object(line)
+            texts.append(tuple(_clean(task, sources.text_of(row, field)) for field in task.fields))
+            labels.append(_label(task, row.get("label")))
+        except ValueError as error:
+            raise DamagedData(f"{path}, line {number}: {error}; mend that line") from None
+    return Examples(texts, labels)
 
 
 def _clean(task: Glue, text: str) -> str:
@@ -214,26 +221,30 @@ def _clean(task: Glue, text: str) -> str:
     return " ".join(re.findall(r"\w+|[^\w\s]", text.lower())) if task.normalized else text
 
 
-def _label(task: Glue, value: str | float) -> float:
+def _label(task: Glue, value: object) -> float:
     if task.classes == 1:
-        return float(value) / 5
-    return task.words.index(value) if value in task.words else int(value)  # type: ignore[arg-type]
+        return score_of(value, LARGEST_SCORE) / LARGEST_SCORE
+    return task.words.index(value) if value in task.words else class_of(value, task.classes)
 
 
 def _official(task: Glue, path: Path) -> Examples:
-    texts, labels = [], []
-    rows = list(_table(path))
-    columns = _positions(task, rows[0] if rows else [], path)
-    start = 0 if isinstance(task.columns[0], int) else 1
-    for number, row in enumerate(rows[start:], start=start):
+    texts, labels, columns = [], [], None
+    for number, row in _table(path):
+        if columns is None:
+            columns = _positions(task, row, path)
+            if not isinstance(task.columns[0], int):
+                continue
         if len(row) <= max(columns):
-            raise ValueError(
-                f"{path}, line {number + 1} has {len(row)} columns, {max(columns) + 1} are needed; "
+            raise DamagedData(
+                f"{path}, line {number} has {len(row)} columns, {max(columns) + 1} are needed; "
                 "the file is damaged or not the official one"
             )
         *fields, label = (row[column] for column in columns)
         texts.append(tuple(fields))
-        labels.append(_label(task, label))
+        try:
+            labels.append(_label(task, label))
+        except ValueError as error:
+            raise DamagedData(f"{path}, line {number}: {error}; mend that line") from None
     return Examples(texts, labels)
 
 
@@ -247,6 +258,12 @@ def _positions(task: Glue, header: list[str], path: Path) -> list[int]:
     return [c if isinstance(c, int) else header.index(c) for c in task.columns]
 
 
-def _table(path: Path) -> Iterator[list[str]]:
-    with path.open(encoding="utf-8-sig", newline="") as stream:
-        yield from csv.reader(stream, delimiter="\t", quoting=csv.QUOTE_NONE)
+def _table(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Lines with their numbers; quotes are letters, and fields have any length."""
+    try:
+        with sources.open_text(path, encoding="utf-8-sig") as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield number, line.rstrip("\n").split("\t")
+    except UnicodeDecodeError as error:
+        raise DamagedData(f"{path} is no UTF-8 text: {error}; copy it again") from None

@@ -7,10 +7,11 @@ colours) is computed there from random numbers that depend on the seed and the s
 from __future__ import annotations
 
 import io
+import lzma
 import os
 import re
 import tarfile
-import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,8 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from lln.experiments.data import sources
 from lln.experiments.data.damage import DamagedData, check_policy, settle
+from lln.experiments.data.labels import check_classes
 
+MOST_PIXELS = 2**26  # of an image, before it is made smaller
 SUFFIXES = (".jpg", ".jpeg", ".png")
 PACKED = "dogs_vs_cats_64.npz"
 _KAGGLE = re.compile(r"^(?P<label>[^.]+)\.(?P<number>\d+)\.\w+$")  # cat.0.jpg
@@ -90,6 +94,8 @@ def load(
     if path.is_dir() and (path / PACKED).exists():
         path = path / PACKED
     side = side or 64
+    if not path.is_dir():
+        sources.check_regular(path)
     if path.is_dir():
         entries = [_Encoded(str(file.relative_to(path)), file.read_bytes) for file in _files(path)]
     elif path.suffix == ".npz":
@@ -103,20 +109,24 @@ def load(
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES)
+    found = (file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES)
+    return sorted(file for file in found if file.is_file())
 
 
 def _from_tar(path: Path) -> tuple[list[_Encoded], list[str]]:
     """The images of an archive; one that is cut off gives those before the cut."""
     entries: list[_Encoded] = []
+    unpacked = 0
     try:
         with tarfile.open(path) as archive:
             for member in archive:
+                unpacked += member.size
+                sources.check_size(path, unpacked)
                 if member.isfile() and Path(member.name).suffix.lower() in SUFFIXES:
                     content = archive.extractfile(member)
                     data = b"" if content is None else content.read()
                     entries.append(_Encoded(member.name, lambda data=data: data))
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except (tarfile.TarError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
         return entries, [f"everything after {len(entries)} images ({error})"]
     return entries, []
 
@@ -149,9 +159,9 @@ def _named(
 def _from_npz(path: Path, side: int, on_damaged: str, workers: int | None) -> Images:
     """JPEGs that share one header: image i is header + payload[offsets[i]:offsets[i + 1]]."""
     try:
-        with path.open("rb") as stream, np.load(stream) as archive:
+        with sources.open_npz(path) as archive:
             header, payload, offsets, labels, index = (archive[name] for name in _NPZ_WORDS)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, KeyError) as error:
         raise DamagedData(
             f"{path} cannot be read ({error}); it must hold the arrays {', '.join(_NPZ_WORDS)}"
         ) from None
@@ -159,6 +169,10 @@ def _from_npz(path: Path, side: int, on_damaged: str, workers: int | None) -> Im
         raise DamagedData(
             f"{path} has {len(labels)} labels, {len(index)} numbers and {len(offsets) - 1} images"
         )
+    # Every class has an image, so there are no more classes than images.
+    labels = check_classes(labels, len(labels), path)
+    index = check_classes(index, 2**53, path, "number")
+    offsets = check_classes(offsets, payload.size + 1, path, "offset")
     head = header.tobytes()
 
     def entry(i: int) -> _Encoded:
@@ -166,9 +180,8 @@ def _from_npz(path: Path, side: int, on_damaged: str, workers: int | None) -> Im
         return _Encoded(f"image {i}", lambda: head + payload[start:stop].tobytes())
 
     pixels, kept = _decode([entry(i) for i in range(len(labels))], side, on_damaged, workers)
-    labels = labels.astype(np.int64)
     classes = ("cat", "dog") if labels.max() == 1 else tuple(map(str, range(labels.max() + 1)))
-    return _checked(pixels, labels[kept], index[kept].astype(np.int64), classes, path.name)
+    return _checked(pixels, labels[kept], index[kept], classes, path.name)
 
 
 def _digits(side: int) -> Images:
@@ -200,6 +213,8 @@ def _decode(
     def decode(i: int) -> str:
         try:
             with Image.open(io.BytesIO(entries[i].read())) as image:
+                if image.width * image.height > MOST_PIXELS:
+                    raise ValueError(f"{image.width} x {image.height} pixels are too many")
                 image = image.convert("RGB")
                 if image.size != (side, side):
                     image = image.resize((side, side), Image.Resampling.LANCZOS)

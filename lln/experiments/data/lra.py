@@ -130,7 +130,7 @@ def load(task: str, folder: str | os.PathLike[str] | None = None, **options) -> 
     check_policy(ask.on_damaged)
     data = TASKS[task](ask)
     for name, split in data.splits.items():
-        if len(split) == 0 or split.labels.max() >= data.classes:
+        if len(split) == 0 or split.labels.min() < 0 or split.labels.max() >= data.classes:
             raise DamagedData(f"{task}: the {name} split of {data.source} is empty or mislabelled")
     return data
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import csv
 import io
-import json
-import lzma
 import sys
-import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lln.experiments.data import listops
+from lln.experiments.data import listops, sources
 from lln.experiments.data.damage import DamagedData, settle
+from lln.experiments.data.labels import check_classes, class_of
 
 Labelled = tuple[np.ndarray, np.ndarray]
 
@@ -35,60 +33,53 @@ def as_rows(texts: Iterable[bytes], length: int) -> np.ndarray:
 
 def read_npy_xz(path: Path) -> np.ndarray:
     """An array in a compressed .npy file."""
+    content = sources.read_bytes(path)
     try:
-        return np.load(io.BytesIO(lzma.decompress(path.read_bytes())), allow_pickle=False)
-    except (lzma.LZMAError, ValueError, EOFError) as error:
+        return np.load(io.BytesIO(content), allow_pickle=False)
+    except (ValueError, EOFError, MemoryError) as error:
         raise DamagedData(f"{path} cannot be read: {error}; copy it again") from None
 
 
-def json_lines(path: Path, on_damaged: str) -> Iterator[dict[str, Any]]:
-    """Objects of a .jsonl or .jsonl.xz file."""
-    damaged, total = [], 0
-    try:
-        content = path.read_bytes()
-        lines = (lzma.decompress(content) if path.suffix == ".xz" else content).splitlines()
-    except lzma.LZMAError as error:
-        raise DamagedData(f"{path} cannot be read: {error}; copy it again") from None
-    for total, line in enumerate(lines, start=1):
+def json_lines(path: Path, on_damaged: str, check: Callable[[dict[str, Any]], Any]) -> list[Any]:
+    """``check(row)`` for every object of a .jsonl or .jsonl.xz file; its ValueErrors are damage."""
+    found, damaged, total = [], [], 0
+    for number, line in sources.lines(path):
+        total += 1
         try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError("is no object")
+            found.append(check(sources.parse_object(line)))
         except ValueError as error:
-            damaged.append(f"{path.name}, line {total} ({error})")
-            continue
-        yield row
+            damaged.append(f"{path.name}, line {number} ({error})")
     settle(damaged, total, f"lines of {path.name}", on_damaged)
+    return found
 
 
 def imdb(path: Path, length: int, on_damaged: str) -> Labelled:
     """``{"text": ..., "label": 0 or 1}`` per line, or a folder with pos/*.txt and neg/*.txt."""
     if path.is_dir():
         found = [
-            (file, int(word == "pos"))
+            (sources.read_bytes(file), int(word == "pos"))
             for word in ("neg", "pos")
             for file in sorted((path / word).glob("*.txt"))
         ]
-        texts = [file.read_bytes() for file, _ in found]
-        return as_rows(texts, length), np.array([label for _, label in found], np.int64)
-    rows = list(json_lines(path, on_damaged))
-    wrong = [f"line {i} ({row})"[:80] for i, row in enumerate(rows, start=1) if not _labelled(row)]
-    settle(wrong, len(rows), f"lines of {path.name}", on_damaged)
-    rows = [row for row in rows if _labelled(row)]
-    texts = (row["text"].encode("utf-8", "surrogateescape") for row in rows)
-    return as_rows(texts, length), np.array([row["label"] for row in rows], np.int64)
+    else:
+        found = json_lines(path, on_damaged, _review)
+    labels = np.array([label for _, label in found], np.int64)
+    return as_rows((text for text, _ in found), length), labels
 
 
-def _labelled(row: dict[str, Any]) -> bool:
-    return isinstance(row.get("text"), str) and row.get("label") in (0, 1)
+def _review(row: dict[str, Any]) -> tuple[bytes, int]:
+    if not isinstance(row.get("text"), str):
+        raise ValueError('has no text in its field "text"')
+    # bytes that were no UTF-8 may have been kept as such
+    return row["text"].encode("utf-8", "surrogateescape"), class_of(row.get("label"), 2)
 
 
 def cifar_gray(paths: list[Path]) -> list[Labelled]:
     """Training and test images from two compressed arrays and an npz of labels."""
     try:
-        with paths[2].open("rb") as stream, np.load(stream) as archive:
-            labels = [archive[part].astype(np.int64) for part in ("train", "test")]
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        with sources.open_npz(paths[2]) as archive:
+            labels = [check_classes(archive[part], 10, paths[2]) for part in ("train", "test")]
+    except KeyError as error:
         raise DamagedData(f"{paths[2]} cannot be read: {error}; copy it again") from None
     found = []
     for path, own in zip(paths[:2], labels, strict=True):
@@ -103,10 +94,11 @@ def cifar_binary(paths: Iterable[Path]) -> Labelled:
     """``data_batch_1.bin`` of the official binary version: a label and 3 x 1024 bytes per image."""
     parts = []
     for path in paths:
-        content = np.frombuffer(path.read_bytes(), np.uint8)
+        content = np.frombuffer(sources.read_bytes(path), np.uint8)
         if len(content) == 0 or len(content) % 3073:
             raise DamagedData(f"{path} has {len(content):,} bytes, no multiple of 3,073")
         parts.append(content.reshape(-1, 3073))
+        check_classes(parts[-1][:, 0], 10, path)
     records = np.concatenate(parts)
     red, green, blue = records[:, 1:].reshape(-1, 3, 1024).transpose(1, 0, 2).astype(np.float64)
     gray = np.floor(255.5 * (0.2989 * red + 0.5870 * green + 0.1140 * blue) / 255)
@@ -115,8 +107,12 @@ def cifar_binary(paths: Iterable[Path]) -> Labelled:
 
 def _tab_lines(path: Path) -> Iterator[tuple[int, list[str]]]:
     csv.field_size_limit(sys.maxsize)
-    with path.open(encoding="utf-8", errors="replace", newline="") as stream:
-        yield from enumerate(csv.reader(stream, delimiter="\t"), start=1)
+    with sources.check_regular(path).open(encoding="utf-8", errors="replace", newline="") as stream:
+        rows = csv.reader(stream, delimiter="\t")
+        try:
+            yield from ((rows.line_num, fields) for fields in rows if fields)
+        except csv.Error as error:
+            raise DamagedData(f"{path}, line {rows.line_num}: {error}; copy it again") from None
 
 
 def listops_tsv(path: Path, length: int, on_damaged: str) -> Labelled:
@@ -129,9 +125,9 @@ def listops_tsv(path: Path, length: int, on_damaged: str) -> Labelled:
         try:
             source, target = fields
             tokens = listops.encode(source, length)
-            label = int(target)
-            if not 0 <= label <= 9 or not tokens.any():
-                raise ValueError(f"value {target}")
+            label = class_of(target, 10)
+            if not tokens.any():
+                raise ValueError("has no expression")
         except ValueError as error:
             damaged.append(f"line {number} ({error})")
             continue
@@ -148,7 +144,7 @@ def pathfinder_folder(folder: Path, on_damaged: str) -> Labelled:
     lines = [
         line.split(" ")
         for file in sorted((folder / "metadata").glob("*.npy"), key=lambda p: (len(p.name), p))
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines()
+        for line in sources.read_bytes(file).decode(errors="replace").splitlines()
     ]
     with ThreadPoolExecutor() as pool:
         read = list(pool.map(lambda line: _pathfinder_image(folder, line), lines))
@@ -167,7 +163,7 @@ def _pathfinder_image(folder: Path, line: list[str]) -> tuple[np.ndarray, str]:
     try:
         if len(line) < 4 or line[3] not in ("0", "1"):
             raise ValueError("no label in its line of metadata")
-        with Image.open(folder / name) as image:
+        with Image.open(sources.check_regular(folder / name)) as image:
             pixels = np.asarray(image.convert("L"))
         if pixels.shape != (32, 32):
             raise ValueError(f"{pixels.shape[0]} x {pixels.shape[1]} pixels")
@@ -180,12 +176,13 @@ def aan_tsv(path: Path, length: int, on_damaged: str) -> tuple[np.ndarray, np.nd
     """``new_aan_pairs.train.tsv``: label, two ids, two texts. Rows 2i and 2i+1 are a pair."""
     texts: list[bytes] = []
     labels, damaged, total = [], [], 0
-    for total, fields in _tab_lines(path):
+    for number, fields in _tab_lines(path):
+        total += 1
         try:
             label, _, _, one, other = fields
-            labels.append(int(float(label)))
+            labels.append(class_of(label, 2))
             texts += [one.encode(), other.encode()]
         except ValueError as error:
-            damaged.append(f"line {total} ({error})")
+            damaged.append(f"line {number} ({error})")
     settle(damaged, total, f"lines of {path.name}", on_damaged)
     return as_rows(texts, length), np.array(labels)

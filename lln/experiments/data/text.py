@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import lzma
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from lln import data
+from lln.experiments.data import sources
 
 SPLITS = ("train", "valid", "test")
 # wiki.train.tokens, wiki2015_train_b.jsonl.xz, valid.txt: what stands before is the corpus.
@@ -99,7 +97,8 @@ def find(place: str | os.PathLike[str] | None, corpus: str | None = None) -> Cor
             )
         return Corpus(name, {"train": [path]})
     if not path.is_dir():
-        raise ValueError(f"data={place} does not exist; {EXPECTED}")
+        kind = "is neither a file nor a folder" if path.exists() else "does not exist"
+        raise ValueError(f"data={place} {kind}; {EXPECTED}")
     found = _by_name(path)
     if corpus is not None:
         if corpus not in found or "train" not in found[corpus]:
@@ -116,7 +115,8 @@ def find(place: str | os.PathLike[str] | None, corpus: str | None = None) -> Cor
         )
     if candidates:
         return Corpus(candidates[0] or path.name, found[candidates[0]])
-    plain = sorted(file for file in path.iterdir() if READABLE.search(file.name))
+    named = (file for file in path.iterdir() if READABLE.search(file.name))
+    plain = sorted(file for file in named if file.is_file())
     if not plain or found:
         has = f"has no training file among {', '.join(sorted(found))}" if found else "has no text"
         raise ValueError(f"data={place} {has}; {EXPECTED}")
@@ -139,19 +139,13 @@ def _with_train(found: Mapping[str, Mapping[str, object]]) -> list[str]:
 
 def read(path: Path) -> Iterator[str]:
     """The articles of a file: lines of JSON, WikiText at its headings, else the whole text."""
-    with _named(path), _open(path) as stream:
-        if ".jsonl" in path.suffixes:
-            yield from _from_json(stream, path)
-        else:
-            yield from _from_text(stream)
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """What is wrong inside a file says in which."""
+    if ".jsonl" in path.suffixes:
+        yield from _from_json(path)
+        return
     try:
-        yield
-    except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
+        with sources.open_text(path) as stream:
+            yield from _from_text(stream)
+    except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} cannot be read: {error}; it is damaged, or not what its name says. Copy it "
             "again, or leave it out"
@@ -159,27 +153,17 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _has_text(path: Path) -> bool:
-    with _named(path), _open(path) as stream:
-        return any(line.strip() for line in stream)
+    return any(text.strip() for text in read(path))
 
 
-def _open(path: Path) -> TextIO:
-    if path.suffix == ".xz":
-        return lzma.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
-
-
-def _from_json(stream: TextIO, path: Path) -> Iterator[str]:
-    for number, line in enumerate(stream, start=1):
-        if not line.strip():
-            continue
+def _from_json(path: Path) -> Iterator[str]:
+    for number, line in sources.lines(path):
         try:
-            row = json.loads(line)
-            text = row["text"]
-            title = row.get("title")
-        except (ValueError, KeyError, TypeError, AttributeError):
+            row = sources.parse_object(line)
+            text, title = sources.text_of(row, "text"), row.get("title")
+        except ValueError as error:
             raise ValueError(
-                f'{path}, line {number} is not an object with a field "text": {line[:60]!r}'
+                f'{path}, line {number} is not an object with a field "text": {error}'
             ) from None
         yield f"{title}\n{text}" if title else text
 
