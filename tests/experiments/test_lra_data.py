@@ -52,6 +52,37 @@ def test_damaged_lines_stop_or_are_left_out(tmp_path, ask, spoil):
     assert len(data.splits["train"]) + len(data.splits["valid"]) == 20
 
 
+@pytest.mark.parametrize("key", ["train", "test_labels"])
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_damaged_cache_is_made_again(tmp_path, ask, key, missing):
+    write_imdb(tmp_path, "train")
+    write_imdb(tmp_path, "test")
+    whole = np.array(lra.load("text", tmp_path, **ask).splits["test"].tokens)
+    (path,) = ask["cache"].rglob(f"{key}.npy")
+    path.write_bytes(path.read_bytes()[:-10])
+    if missing:
+        path.unlink()
+    with pytest.warns(UserWarning, match="imdb-.* is damaged and made again"):
+        data = lra.load("text", tmp_path, **ask)
+    np.testing.assert_array_equal(data.splits["test"].tokens, whole)
+    lra.load("text", tmp_path, **ask)  # without a warning
+
+
+def test_generated_data_that_were_cut_are_made_again(tmp_path, ask, monkeypatch):
+    monkeypatch.setattr(listops, "SIZES", {"train": 30, "valid": 5, "test": 5})
+    whole = np.array(lra.load("listops", None, **ask).splits["train"].tokens)
+    (path,) = ask["cache"].rglob("tokens.npy")
+    path.write_bytes(path.read_bytes()[:-10])
+    again = lra.load("listops", None, **ask).splits["train"].tokens
+    np.testing.assert_array_equal(again, whole)
+
+
+def test_articles_that_are_too_short_are_named(tmp_path, ask):
+    (tmp_path / "wiki2015_train.jsonl.xz").write_bytes(lzma.compress(b'{"text": "short"}'))
+    with pytest.raises(DamagedData, match="wiki2015 has no article of 4,000 bytes"):
+        lra.load("retrieval_wiki", tmp_path, **ask)
+
+
 def test_a_cut_file_is_named(tmp_path, ask):
     write_imdb(tmp_path, "train")
     write_imdb(tmp_path, "test")

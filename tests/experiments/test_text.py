@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import os
 
 import numpy as np
 import pytest
@@ -70,6 +71,26 @@ def test_plain_text_holds_out_its_end(tmp_path, monkeypatch):
     train, valid = corpus.articles("train"), corpus.articles("valid")
     assert valid[0].endswith("line 999\n") and "line 999" not in train[0]
     assert (train[0] + valid[0]) == (tmp_path / "book.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "before"),
+    [
+        ("word " * 1000, " "),  # one long line is cut after a word
+        ("A title\n" + "word " * 1000, " "),
+        ("A title\n" + "word " * 1000 + "\nthe end", " "),
+        ("字" * 1000, "字"),  # a text without spaces anywhere
+        ("line\n" * 1000, "\n"),
+        (("word " * 10 + "\n") * 100, "\n"),
+    ],
+    ids=["one line", "title", "title and end", "no spaces", "lines", "long lines"],
+)
+def test_a_text_of_few_lines_is_held_out_by_length(tmp_path, content, before):
+    write(tmp_path / "book.txt", content)
+    corpus = text.find(tmp_path)
+    (train,), (valid,) = corpus.articles("train"), corpus.articles("valid")
+    assert train + valid == content and train.endswith(before)
+    assert 0.04 < len(valid) / len(content) < 0.11
 
 
 def test_without_data_there_is_shakespeare():
@@ -144,6 +165,39 @@ def test_the_cache_is_used_until_something_changes(corpus, tmp_path, monkeypatch
     assert tokens.encode(corpus, 300).digest != first.digest
     left = [path for path in (tmp_path / "cache").iterdir() if path.name.startswith(".")]
     assert all(path.suffix == ".lock" for path in left)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def zeros(path):
+    """As after a crash of the machine: the length is right."""
+    content = path.read_bytes()
+    path.write_bytes(content[:130] + bytes(len(content) - 130))
+
+
+DAMAGE = [
+    *(("train.npy", how) for how in (cut, empty, zeros, os.remove)),
+    *(("valid_starts.npy", how) for how in (cut, zeros, os.remove)),
+    *(("tokenizer.json", how) for how in (cut, empty, os.remove)),
+]
+
+
+@pytest.mark.parametrize(("name", "how"), DAMAGE)
+def test_a_damaged_cache_is_made_again(corpus, name, how):
+    first = tokens.encode(corpus, 300)
+    whole = {split: np.array(found.ids) for split, found in first.splits.items()}
+    how(tokens.cache_folder() / first.digest / name)
+    with pytest.warns(UserWarning, match=f"{first.digest} is damaged and made again"):
+        again = tokens.encode(corpus, 300)
+    for split, ids in whole.items():
+        assert np.array_equal(again.splits[split].ids, ids)
+    tokens.encode(corpus, 300)  # without a warning
 
 
 def test_a_failure_leaves_no_cache(corpus, tmp_path, monkeypatch):

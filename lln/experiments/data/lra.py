@@ -21,7 +21,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+import shutil
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +37,7 @@ from lln.experiments.data.tokens import cache_folder
 PARTS = ("train", "valid", "test")
 RELEASES = ("", "lra_release", "lra_release/lra_release")  # how the archive unpacks
 HELD_OUT = 10  # one of so many training examples is for validation where there is no file for it
+KEYS = ("train", "train_labels", "test", "test_labels")
 WIKI_PAIRS = {"train": 100_000, "valid": 4_000, "test": 10_000}
 
 
@@ -191,7 +194,7 @@ def _text(ask: Ask) -> LRAData:
             "test_labels": test[1],
         }
 
-    arrays = _kept(ask, "imdb", paths, read)
+    arrays = _kept(ask, "imdb", paths, KEYS, read)
     splits = _held_out(arrays["train"], arrays["train_labels"])
     splits["test"] = Split(arrays["test"], arrays["test_labels"])
     return LRAData("text", splits, 4096, 256, 2, "IMDB reviews as bytes")
@@ -216,7 +219,7 @@ def _image(ask: Ask) -> LRAData:
         labels = {"train_labels": train_labels, "test_labels": test_labels}
         return {"train": train, "test": test, **labels}
 
-    arrays = _kept(ask, "cifar10", paths or binary or [], read)
+    arrays = _kept(ask, "cifar10", paths or binary or [], KEYS, read)
     whole = Split(arrays["train"], np.asarray(arrays["train_labels"]))
     order = np.arange(len(whole))
     cut = len(whole) - len(whole) // HELD_OUT
@@ -268,9 +271,11 @@ def _retrieval_wiki(ask: Ask) -> LRAData:
             whole = len(content) // 4000
             passages += [content[i * 4000 : (i + 1) * 4000] for i in range(whole)]
             article += [number] * whole
+        if not passages:
+            raise DamagedData(f"{name} has no article of 4,000 bytes; pass a corpus of long texts")
         return {"tokens": lra_files.as_rows(passages, 4000), "article": np.array(article)}
 
-    arrays = _kept(ask, "wiki", files, read)
+    arrays = _kept(ask, "wiki", files, ("tokens", "article"), read)
     tokens, article = arrays["tokens"], np.asarray(arrays["article"])
     part = np.random.default_rng(0).permutation(article.max() + 1)[article] % 10
     chosen = {"test": part == 0, "valid": part == 1, "train": part > 1}
@@ -302,23 +307,40 @@ def _pairs(
 
 
 def _kept(
-    ask: Ask, name: str, paths: list[Path], read: Callable[[], dict[str, np.ndarray]]
+    ask: Ask,
+    name: str,
+    paths: list[Path],
+    keys: Sequence[str],
+    read: Callable[[], dict[str, np.ndarray]],
 ) -> dict[str, np.ndarray]:
     """Arrays read from files, kept in the cache for the next run; other files make new ones."""
     stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     digest = hashlib.sha256(json.dumps([stamps, ask.on_damaged]).encode()).hexdigest()[:12]
     folder = ask.cached() / f"{name}-{digest}"
-    if not folder.exists():
-        arrays = read()
-        building = folder.with_name(f".{folder.name}.{os.getpid()}")
-        building.mkdir(parents=True, exist_ok=True)
-        for key, array in arrays.items():
-            np.save(building / f"{key}.npy", array)
-        try:
-            building.rename(folder)
-        except OSError:  # another process was faster
-            return arrays
-    return {path.stem: np.load(path, mmap_mode="r") for path in folder.glob("*.npy")}
+    found = _mapped(folder, keys) if folder.exists() else None
+    if found is not None:
+        return found
+    arrays = read()
+    building = folder.with_name(f".{folder.name}.{os.getpid()}")
+    building.mkdir(parents=True, exist_ok=True)
+    for key in keys:
+        np.save(building / f"{key}.npy", arrays[key])
+    shutil.rmtree(folder, ignore_errors=True)  # what is damaged
+    try:
+        building.rename(folder)
+    except OSError:  # another process was faster
+        shutil.rmtree(building, ignore_errors=True)
+        return arrays
+    return _mapped(folder, keys) or arrays
+
+
+def _mapped(folder: Path, keys: Sequence[str]) -> dict[str, np.ndarray] | None:
+    """Arrays of the cache; None if one is missing or damaged."""
+    try:
+        return {key: np.load(folder / f"{key}.npy", mmap_mode="r") for key in keys}
+    except (OSError, EOFError, ValueError) as error:
+        warnings.warn(f"{folder} is damaged and made again: {error}", stacklevel=4)
+        return None
 
 
 TASKS: dict[str, Callable[[Ask], LRAData]] = {

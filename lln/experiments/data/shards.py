@@ -103,8 +103,16 @@ def _complete(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     names = facts.pop("arrays", [])
-    whole = names and all((folder / f"{name}.npy").exists() for name in names)
+    whole = names and all(_rows(folder / f"{name}.npy") == facts.get("count") for name in names)
     return facts if whole else None
+
+
+def _rows(path: Path) -> int | None:
+    """Of an array in a file; None if it is not there or was cut off."""
+    try:
+        return len(np.load(path, mmap_mode="r"))
+    except (OSError, EOFError, ValueError):
+        return None
 
 
 def _path(folder: Path, number: int) -> Path:

@@ -186,5 +186,13 @@ def _hold_out(texts: list[str]) -> tuple[list[str], list[str]]:
         cut = len(texts) - round(HELD_OUT * len(texts))
         return texts[:cut], texts[cut:]
     whole = "\n\n".join(texts)
-    cut = whole.rfind("\n", 0, round((1 - HELD_OUT) * len(whole))) + 1
+    cut = _end_of_training(whole)
     return [whole[:cut]], [whole[cut:]]
+
+
+def _end_of_training(text: str) -> int:
+    """After a line if one ends near by, else after a word, else anywhere."""
+    last = round((1 - HELD_OUT) * len(text))
+    first = round((1 - 2 * HELD_OUT) * len(text))
+    ends = (text.rfind(mark, first, last) + 1 for mark in ("\n", " "))
+    return next((end for end in ends if end), last)

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,19 +139,48 @@ def encode(
     digest = _digest(corpus, vocabulary, tokenizer)
     corpus.check()  # before the cache: version 0.1.0 kept Tiny Shakespeare there for empty files
     folder = (cache or cache_folder()) / digest
-    if not (folder / "tokenizer.json").exists():
+    found = _load(folder, corpus, digest)
+    if found is None:
         # Processes that start together wait for the first instead of all doing the same.
         with files.locked(folder.with_name(f".{digest}.lock")):
-            if not (folder / "tokenizer.json").exists():
+            found = _load(folder, corpus, digest)
+            if found is None:
                 _make(folder, corpus, vocabulary, tokenizer)
-    splits = {
-        split: Tokens(
-            np.load(folder / f"{split}.npy", mmap_mode="r", allow_pickle=False),
-            np.load(folder / f"{split}_starts.npy", allow_pickle=False),
-        )
-        for split in corpus.splits
-    }
-    return Encoded(corpus.name, load_tokenizer(folder / "tokenizer.json"), splits, digest)
+                found = _load(folder, corpus, digest)
+    if found is None:
+        raise ValueError(f"{folder} cannot be read back after it was written; is the disk full?")
+    return found
+
+
+def _load(folder: Path, corpus: Corpus, digest: str) -> Encoded | None:
+    """What :func:`_make` wrote; None if it is not there, or damaged since then."""
+    if not folder.exists():
+        return None
+    try:
+        bpe = load_tokenizer(folder / "tokenizer.json")
+        splits = {
+            split: Tokens(
+                np.load(folder / f"{split}.npy", mmap_mode="r", allow_pickle=False),
+                np.load(folder / f"{split}_starts.npy", allow_pickle=False),
+            )
+            for split in corpus.splits
+        }
+        for split, tokens in splits.items():
+            _check(split, tokens, bpe.get_vocab_size())
+    except (OSError, EOFError, ValueError) as error:
+        warnings.warn(f"{folder} is damaged and made again: {error}", stacklevel=3)
+        return None
+    return Encoded(corpus.name, bpe, splits, digest)
+
+
+def _check(split: str, tokens: Tokens, vocabulary: int) -> None:
+    """Whether ids and articles fit together; a file that lost its middle may still load."""
+    ids, starts = tokens.ids, tokens.starts
+    fit = ids.dtype == np.uint16 and ids.ndim == starts.ndim == 1 and len(starts) > 1
+    if not fit or starts[0] != 0 or starts[-1] != len(ids) or (np.diff(starts) < 1).any():
+        raise ValueError(f"{split}_starts.npy does not belong to {split}.npy")
+    if ids.max() >= vocabulary or (ids[starts[1:] - 1] != END).any():
+        raise ValueError(f"{split}.npy holds other numbers than were written")
 
 
 def _make(folder: Path, corpus: Corpus, vocabulary: int, given: Any) -> None:
@@ -168,6 +198,7 @@ def _make(folder: Path, corpus: Corpus, vocabulary: int, given: Any) -> None:
             np.save(temporary / f"{split}_starts.npy", tokens.starts)
         bpe.save(str(temporary / "tokenizer.json"))
         temporary.chmod(0o755)
+        shutil.rmtree(folder, ignore_errors=True)  # what is damaged
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -188,6 +219,8 @@ def _digest(corpus: Corpus, vocabulary: int, tokenizer: Any) -> str:
         for path in corpus.files[split]:
             total.update(f"{split} {path.name}".encode())
             total.update(_content(path))
+    if corpus.files and "valid" not in corpus.files:
+        total.update(b"held out by length")  # 0.1 held out all after the last line that ended
     if tokenizer is not None:
         total.update(_content(Path(tokenizer)))
     return total.hexdigest()[:12]
