@@ -275,3 +275,59 @@ def test_the_command(tmp_path):
     assert done.exit_code == 1
     assert str(done.exception).startswith("lln inspect: --text") or "UTF-8" in done.output
     assert lln(str(folder), "--tokens", "2").exit_code == 2
+
+
+def spoil(folder, suffix, change):
+    """Change one tensor of a checkpoint."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in sorted(tensors) if name.endswith(suffix))
+    tensors[name] = change(tensors[name])
+    save_file(tensors, path, metadata={"format": "pt"})
+    return name
+
+
+@pytest.mark.parametrize("kind", ["roberta", "gpt2"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_named(kind, value, tmp_path):
+    folder = save(kind, tmp_path / "model")
+
+    def one(weight):
+        weight.view(-1)[3] = value
+        return weight
+
+    suffix = "query.weight" if kind == "roberta" else "c_attn.weight"
+    name = spoil(folder, suffix, one)
+    result = CliRunner().invoke(cli.app, ["inspect", str(folder), "--out", str(tmp_path / "out")])
+    assert isinstance(result.exception, SystemExit), result.exception
+    said = str(result.exception)
+    assert "not finite: 1 of" in said and name.split(".", 1)[1] in said
+
+
+def test_activations_that_are_not_finite_are_named(tmp_path):
+    folder = save("roberta", tmp_path / "model")
+    spoil(folder, "query.weight", lambda weight: weight.sign() * 3e38)
+    words = ["inspect", str(folder), "--out", str(tmp_path / "out"), "--tokens", "24"]
+    result = CliRunner().invoke(cli.app, words)
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert "are not finite: activations overflow" in str(result.exception)
+
+
+def test_a_config_that_is_nested_too_deeply_is_named(tmp_path):
+    folder = save("roberta", tmp_path / "model")
+    deep = "[" * 100_000 + "]" * 100_000
+    (folder / "config.json").write_text(f'{{"model_type": "roberta", "x": {deep}}}')
+    with pytest.raises(CannotInspect, match=r"config\.json is not readable as JSON"):
+        run(folder, out=tmp_path / "out")
+
+
+def test_a_tokenizer_of_another_model_is_named(tmp_path):
+    folder = save("roberta", tmp_path / "model")
+    save_tokenizer(folder)
+    spoil(folder, "word_embeddings.weight", lambda weight: weight[:10].clone())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 10}))
+    with pytest.raises(CannotInspect, match=r"cannot be run on .*do its files belong together"):
+        run(folder, out=tmp_path / "out", tokens=24)

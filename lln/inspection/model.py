@@ -94,12 +94,24 @@ def _load_weights(transformers, folder: Path, config, local: dict[str, Any]) -> 
             **local,
         ),
     )
+    _check_finite(folder, model)
     missing = sorted(report["missing_keys"])
     words = "from safetensors"
     if missing:
         shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         words += f"; random where the file has none: {shown} ({len(missing)} tensors)"
     return Loaded(model.eval(), config, words)
+
+
+def _check_finite(folder: Path, model: torch.nn.Module) -> None:
+    """NaN spreads from one weight to every measurement after it."""
+    for name, weight in model.named_parameters():
+        wrong = int((~weight.isfinite()).sum())
+        if wrong:
+            raise CannotInspect(
+                f"{folder} has weights that are not finite: {wrong:,} of {weight.numel():,} in "
+                f"{name}; the file is damaged or the training diverged, pass another checkpoint"
+            )
 
 
 def prepare(
@@ -185,7 +197,7 @@ def _check_config(folder: Path) -> None:
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CannotInspect(f"{path} is not readable as JSON: {error}") from error
     if not isinstance(content, dict) or "model_type" not in content:
         raise CannotInspect(f"{path} has no model_type, which tells what kind of model it is")

@@ -76,6 +76,8 @@ def run(
 def _read(text: Path | None) -> str:
     if text is None:
         return data.text()
+    if text.exists() and not text.is_file():  # a pipe would wait for ever
+        raise CannotInspect(f"--text {text} is no regular file; pass one of text")
     try:
         return text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -85,10 +87,23 @@ def _read(text: Path | None) -> str:
 def _calls(loaded: Loaded, inputs: Inputs) -> list[AttentionCall]:
     """One forward pass without gradients, all samples kept."""
     count = next(iter(inputs.arguments.values())).shape[0]
+    name = type(loaded.model).__name__
     with torch.no_grad(), attention_calls(loaded.model, samples=count) as calls:
-        loaded.model(**inputs.arguments)
+        try:
+            loaded.model(**inputs.arguments)
+        except (IndexError, RuntimeError, ValueError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise CannotInspect(
+                f"{name} cannot be run on {inputs.words}: {reason}; do its files belong together?"
+            ) from error
     if not calls:
-        raise CannotInspect(NO_ATTENTION.format(name=type(loaded.model).__name__))
+        raise CannotInspect(NO_ATTENTION.format(name=name))
+    for call in calls:
+        if not (call.q.isfinite().all() and call.k.isfinite().all()):
+            raise CannotInspect(
+                f"queries or keys of {call.module} are not finite: activations overflow, or the "
+                "training diverged; pass another checkpoint"
+            )
     return calls
 
 
