@@ -81,6 +81,31 @@ def test_measured_blocks_are_what_the_rows_say():
     assert readme.rewrite(text, ROOT / "results") == text, "run `make readme`"
 
 
+@pytest.mark.slow
+def test_the_fitted_lines_are_those_that_are_printed():
+    from lln.moments import PAPER, fit_line
+    from lln.verify.laws import published_constants
+
+    def words(value: float) -> str:
+        return f"{value:.3f}".replace("-", "−")
+
+    pages = [ROOT / "docs" / "equations.md", ROOT / "docs" / "guide" / "calibration.md"]
+    texts = [page.read_text(encoding="utf-8") for page in pages]
+    shown = published_constants().found
+    for fit in (PAPER, fit_line(64), fit_line(64, (1.0, 4.0))):
+        for value in (fit.a, fit.b):
+            assert all(words(value) in text for text in texts), value
+            assert f"{value:.3f}" in shown, value
+
+
+def test_every_mechanism_a_page_creates_exists():
+    from lln.zoo import list_mechanisms
+
+    for page in PAGES:
+        for name in re.findall(r'lln\.create\("(\w+)"', page.read_text(encoding="utf-8")):
+            assert name in list_mechanisms(), f"{page.name} creates {name}"
+
+
 def test_an_unknown_block_is_named():
     with pytest.raises(ValueError, match=r"'sped'; there are speed"):
         readme.rewrite("<!-- measured: sped -->\n<!-- end -->", ROOT / "results")

@@ -80,7 +80,7 @@ def _rows_table(rows: Sequence[sweep.Row]) -> Table:
     table = Table(title="Measurements", title_justify="left")
     for name in ("op", "impl", "pass"):
         table.add_column(name)
-    for name in ("N", "ms p20", "ms p50", "ms p80", "peak MB"):
+    for name in ("N", "ms p20", "ms p50", "ms p80", "peak MiB"):
         table.add_column(name, justify="right")
     for row in rows:
         peak = "" if row["peak_mb"] is None else f"{row['peak_mb']:.1f}"

@@ -162,7 +162,7 @@ def tables(rows: Sequence[sweep.Row], growth: Sequence[sweep.Row]) -> Iterator[T
     lengths = sorted({row["N"] for row in rows})
     exponents = {(fit["op"], fit["impl"], fit["pass"]): fit for fit in growth}
     for passes in (FORWARD, TRAINING):
-        table = Table(title=f"{passes}: milliseconds (peak MB)", title_justify="left")
+        table = Table(title=f"{passes}: milliseconds (peak MiB)", title_justify="left")
         table.add_column("mechanism", no_wrap=True)
         for N in lengths:
             table.add_column(f"{N:,}", justify="right")

@@ -184,11 +184,11 @@ def _cost(rows: Sequence[Row]) -> list:
                 line_plot(
                     "memory",
                     _cost_curves(rows, "peak_mb"),
-                    title="Peak memory beyond the inputs (MB)",
+                    title="Peak memory beyond the inputs (MiB)",
                     x=tokens,
                     y=Axis("megabytes (2²⁰ bytes)", log=True),
                 ),
-                "Below about 10 MB the reading is coarse.",
+                "Below about 10 MiB the reading is coarse.",
             )
         )
     return [Text(COST), Plots(plots), cost_table(rows)]
@@ -219,7 +219,7 @@ def cost_table(rows: Sequence[Row]) -> Table:
             cells[impl, length]["ms_p50"] for impl in ("sdpa", "eager") if (impl, length) in cells
         ]
         lines.append([*line, f"{both[0] / both[1]:.1f}×" if len(both) == 2 else ""])
-    heads = [f"{name} {unit}" for name in SHORT.values() for unit in ("ms", "MB")]
+    heads = [f"{name} {unit}" for name in SHORT.values() for unit in ("ms", "MiB")]
     return Table(
         ["N", *heads, "ratio"],
         lines,

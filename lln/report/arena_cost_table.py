@@ -29,7 +29,7 @@ def _table(rows: list[Row]) -> Table:
     cells = {key: {row["configuration"]["task"]: row for row in own} for key, own in groups.items()}
     lines = [
         *_block(cells, tasks, "time, ms a step", _time, TABLE_4_SECONDS, "s in all"),
-        *_block(cells, tasks, "memory, MB", _memory, TABLE_4_MB, "MB"),
+        *_block(cells, tasks, "memory, MiB", _memory, TABLE_4_MB, "MB"),
     ]
     about = rows[0]["configuration"]
     compiled = "compiled" if about.get("compile") else "not compiled"

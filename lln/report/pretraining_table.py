@@ -93,7 +93,7 @@ def _table(rows: list[Row], curves: Sequence[Row], steps: Mapping[Any, Row]) -> 
         "LLN share: of the output of LLN+Diag, mean over layers and heads, last measured.",
         origin_text(rows),
     ]
-    columns = ["", "loss", "at equal time", "tokens/s", "peak GB", "parameters", "LLN share"]
+    columns = ["", "loss", "at equal time", "tokens/s", "peak GiB", "parameters", "LLN share"]
     return Table(title, columns, [line for line, _ in found], notes, [each for _, each in found])
 
 
@@ -144,10 +144,12 @@ def _mechanism(
         "loss": Mean.of(row["loss"] for row in rows),
         "loss_at_equal_time": Mean.of(loss_after(run, seconds) for run in runs),
         "tokens_per_second": Mean.of(row["tokens_per_second"] for row in timed),
-        "peak_gb": Mean.of(row["peak_mb"] / 1024 for row in rows if row.get("peak_mb") is not None),
+        "peak_gib": Mean.of(
+            row["peak_mb"] / 1024 for row in rows if row.get("peak_mb") is not None
+        ),
         "lln_share": Mean.of(last_share(line["rows"]) for line in lines(rows)),
     }
-    digits = {"loss": 3, "loss_at_equal_time": 3, "peak_gb": 1, "lln_share": 2}
+    digits = {"loss": 3, "loss_at_equal_time": 3, "peak_gib": 1, "lln_share": 2}
     cells = {
         name: "–" if mean is None else mean.text(digits.get(name, 0))
         for name, mean in values.items()
@@ -159,7 +161,7 @@ def _mechanism(
     diverged = sum(bool(row.get("diverged")) for row in rows)
     line = [
         f"{name} ({diverged} of {len(rows)} diverged)" if diverged else name,
-        *(cells[key] for key in ("loss", "loss_at_equal_time", "tokens_per_second", "peak_gb")),
+        *(cells[key] for key in ("loss", "loss_at_equal_time", "tokens_per_second", "peak_gib")),
         f"{parameters / 1e6:.1f}M",
         cells["lln_share"],
     ]

@@ -1,4 +1,4 @@
-"""The measured blocks of docs/questions.md, written from ``results/questions_…json``.
+"""The measured blocks of docs/questions.md, from ``results/questions_…json`` and ``vit.jsonl``.
 
 ``python -m lln.report.questions`` rewrites the page; a test compares it with the rows.
 """
@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lln.report.accuracy import is_fixed
 from lln.report.readme import NOTHING_YET, latest, markdown_table, origin, rewrite
+from lln.report.results import origin_text, read
 
 Row = dict[str, Any]
 
@@ -141,6 +143,33 @@ def calibration(rows: Sequence[Row]) -> str:
     return markdown_table(["", "softmax", *(f"{m}, {t}" for m, t in methods)], lines)
 
 
+def trained(results: Path) -> str:
+    """Fixed α = β in training: the rows of Fig. 10a (accuracy) and 10b (loss scale in fp16)."""
+    rows = [row for row in read(results, "vit") if row["mechanism"] == "lln"]
+    fixed = [row for row in rows if is_fixed(row)]
+    if not fixed:
+        return NOTHING_YET
+    lines, used = [], []
+    for scale in (None, *sorted({row["configuration"]["options"]["alpha"] for row in fixed})):
+        own = [row for row in rows if _fixed_at(row) == scale]
+        scales = [row["curves"]["loss_scale"]["loss_scale"] for row in own if _has_scale(row)]
+        words = [f"{own[0]:,.0f} to {min(own):,.0f}" for own in scales]
+        accuracies = [f"{100 * row['accuracy']:.1f}" for row in own if not _has_scale(row)]
+        name = "matched" if scale is None else f"{scale:g}"
+        lines.append([name, ", ".join(accuracies) or "–", ", ".join(words) or "–"])
+        used += own
+    table = markdown_table(["α = β", "accuracy, %, bf16", "loss scale in fp16"], lines)
+    return f"{table}\n\n({origin_text(used)})"
+
+
+def _fixed_at(row: Mapping[str, Any]) -> float | None:
+    return row["configuration"]["options"]["alpha"] if is_fixed(row) else None
+
+
+def _has_scale(row: Mapping[str, Any]) -> bool:
+    return bool((row.get("curves") or {}).get("loss_scale"))
+
+
 TABLES: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "shape": ("shape", shape),
     "matching": ("matching", matching),
@@ -150,7 +179,10 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "activations": ("activations", activations),
     "calibration": ("activations", calibration),
 }
-BLOCKS = {name: partial(_block, name=rows, make=make) for name, (rows, make) in TABLES.items()}
+BLOCKS: dict[str, Callable[[Path], str]] = {
+    name: partial(_block, name=rows, make=make) for name, (rows, make) in TABLES.items()
+}
+BLOCKS["trained"] = trained
 
 
 def main(root: Path) -> None:

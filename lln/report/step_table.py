@@ -25,7 +25,7 @@ def _table(rows: list[Row]) -> Table:
     cells = {name: {_length(row): row for row in own} for (name, _), own in by_mechanism.items()}
     lines = [
         [f"{name}: {what}", *(show(own.get(length)) for length in lengths)]
-        for what, show in (("memory, GB", _memory), ("time, ms", _time))
+        for what, show in (("memory, GiB", _memory), ("time, ms", _time))
         for name, own in cells.items()
     ]
     lines += _ratios(cells, lengths)

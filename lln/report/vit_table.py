@@ -32,7 +32,7 @@ COLUMNS = (
     "paper, %",
     "rate",
     "ms a step",
-    "peak, MB",
+    "peak, MiB",
     "parameters",
 )
 

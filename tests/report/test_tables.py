@@ -143,9 +143,9 @@ def test_table_2_has_memory_time_and_ratios(tmp_path):
         "512": "40",
         "16,384": "900",
     }
-    assert cells["LLN+Diag: memory, GB"]["16,384"] == "2.0"
+    assert cells["LLN+Diag: memory, GiB"]["16,384"] == "2.0"
     assert cells["Softmax (eager): time, ms"]["16,384"] == "OOM"
-    assert cells["Softmax (eager): memory, GB"]["512"] == "–"
+    assert cells["Softmax (eager): memory, GiB"]["512"] == "–"
     assert cells["LLN+Diag faster than SDPA"]["512"] == "0.80×"
     assert cells["LLN+Diag faster than SDPA"]["16,384"] == "3.00×"
 

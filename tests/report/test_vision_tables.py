@@ -136,7 +136,7 @@ def test_table_4(tmp_path):
     assert cells(table, "Softmax (eager): time, ms a step")["Text"] == "OOM"
     assert cells(table, "Softmax (SDPA): time, ms a step")["Text"] == "9"
     assert cells(table, "LLN+Diag: time, ms a step")["Image"] == "4"
-    assert cells(table, "LLN+Diag: memory, MB")["Image"] == "600"  # without the data
+    assert cells(table, "LLN+Diag: memory, MiB")["Image"] == "600"  # without the data
     assert cells(table, "Performer: time, ms a step")["Text"] == "5"
     paper = [line for line in table.lines if line[0].strip() == "in the paper, MB"]
     assert ["17,108", "9,632"] in [line[1:] for line in paper]
