@@ -19,6 +19,8 @@ __all__ = ["f"]
 if TYPE_CHECKING:
     limit = 7
 
+@overload
+def f(x: int, deep=False): ...
 @decorated(9)
 def f(x: Array["3"], *, deep: bool = True) -> int:
     """Words 2."""

@@ -124,3 +124,33 @@ def test_frozen_parameters_are_left_to_themselves():
     before = engine.model[1].weight.clone()
     engine.update(0)
     assert torch.equal(engine.model[1].weight, before)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "falling"),
+    [
+        ("constant", [1.0, 1.0, 1.0, 1.0]),
+        ("linear", [1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [1.0, 0.853553, 0.5, 0.146447]),
+    ],
+)
+def test_schedules_after_the_warm_up(schedule, falling):
+    config = toy_config(steps=6, warmup=2, learning_rate=3.0, schedule=schedule)
+    rates = [config.rate(step) / 3.0 for step in range(6)]
+    assert rates == pytest.approx([0.5, 1.0, *falling], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        *((name, (0, -1)) for name in ("steps", "batch_size", "accumulation", "log_every")),
+        *((name, (-1,)) for name in ("warmup", "eval_every", "patience", "save_every", "keep")),
+        *((name, (-1,)) for name in ("monitor_every", "clip")),
+        ("learning_rate", (0.0, -1.0)),
+    ],
+)
+def test_numbers_that_are_too_small_are_refused(field, values):
+    for value in values:
+        with pytest.raises(ValueError, match=rf"^{field}={value} is not possible; it must be"):
+            toy_config(**{field: value})
+    toy_config(**{field: 1})  # the smallest that makes sense everywhere

@@ -1,8 +1,8 @@
 """Small changes of the source that a test ought to notice, found in its syntax tree.
 
 Left out are places where a change could not matter or could not be noticed here: annotations,
-decorators, words (messages, f-strings, docstrings), ``__all__``, blocks for type checkers, Triton
-kernels, and arguments such as ``device=`` that only another machine would miss.
+decorators, words (messages, f-strings, docstrings), ``__all__``, blocks and overloads for type
+checkers, Triton kernels, and arguments such as ``device=`` that only another machine would miss.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class _Finder(ast.NodeVisitor):
     # What is not looked into.
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        if not any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+        words = [ast.unparse(decorator) for decorator in node.decorator_list]
+        if not any("jit" in word or "overload" in word for word in words):
             self.visit_all([*node.args.defaults, *node.args.kw_defaults, *node.body])
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:

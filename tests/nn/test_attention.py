@@ -218,7 +218,8 @@ def test_repr_shows_what_differs_from_the_defaults():
     text = repr(LLNAttention(4, 8, statistics="running", diag_block=16, dropout=0.1, momentum=0.3))
     assert "4, 8, diag_block=16, dropout=0.1" in text
     assert "RunningStatistics(momentum=0.3" in text
-    assert "mix" not in text and "diag_dropout" not in text
+    assert "mix" not in text and "diag_dropout" not in text and "scale" not in text
+    assert "scale=0.2" in repr(LLNAttention(4, 8, diag_block=16, scale=0.2))
 
 
 @pytest.mark.parametrize(

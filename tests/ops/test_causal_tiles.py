@@ -10,6 +10,7 @@ import torch
 
 from lln.ops import reference
 from lln.ops.causal import causal
+from lln.ops.eager.segments import segments
 from lln.ops.eager.square import is_tame
 from tests.helpers import relative_error, run_with_grads
 
@@ -62,6 +63,18 @@ def test_both_ways_equal_the_definition(way, masked):
         assert relative_error(got[name], value) < 2e-6, name
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("elements", [1, 8000])
+def test_segments_carry_what_came_before(way, masked, elements, monkeypatch):
+    """Long inputs are cut into segments of tiles; here so small that each has one or few."""
+    monkeypatch.setattr(sys.modules["lln.ops.eager.segments"], "SEGMENT_ELEMENTS", elements)
+    assert len(segments(torch.zeros(6, 230, 8), 64)) == (4 if elements == 1 else 2)
+    options = {"key_mask": torch.rand(2, 230) > 0.3} if masked else {}
+    oracle, got = exact_and_got(tensors(230), **options)
+    for name, value in oracle.items():
+        assert relative_error(got[name], value) < 2e-6, name
+
+
 def test_both_ways_drop_the_same_slots(monkeypatch):
     inputs, d_out = tensors(), torch.randn(2, 3, 150, 5)
     dropped = (torch.rand(2, 3, 150, 8) > 0.4) / 0.6
@@ -97,7 +110,12 @@ def test_what_is_tame():
     assert is_tame(f, 64)
     f[0, 50, 2] = 80.0
     assert not is_tame(f, 64)
-    assert is_tame(f.double(), 64)
+    wide = f.double()
+    assert is_tame(wide, 64)
+    wide[0, 50, 2] = 600.0
+    assert is_tame(wide, 64)
+    wide[0, 50, 2] = 700.0  # e^700 is finite, 64 such keys times their values need not be
+    assert not is_tame(wide, 64)
     f[0, 50] = -torch.inf  # a masked key has no features
     assert is_tame(f, 64)
     f[1] = -torch.inf
