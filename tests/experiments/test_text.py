@@ -215,6 +215,11 @@ def test_a_tokenizer_of_the_user(corpus, tmp_path):
         tokens.encode(corpus, 300, tokenizer=tmp_path / "own.json")
 
 
+def test_a_tokenizer_must_be_a_file(corpus, tmp_path):
+    with pytest.raises(ValueError, match="is no regular file; pass another path"):
+        tokens.encode(corpus, 300, tokenizer=tmp_path)
+
+
 def test_impossible_vocabularies_are_refused(corpus):
     for size in (100, 70_000):
         with pytest.raises(ValueError, match=rf"vocabulary={size} is not possible; choose 261"):

@@ -161,7 +161,7 @@ def _from_npz(path: Path, side: int, on_damaged: str, workers: int | None) -> Im
     try:
         with sources.open_npz(path) as archive:
             header, payload, offsets, labels, index = (archive[name] for name in _NPZ_WORDS)
-    except (ValueError, KeyError) as error:
+    except KeyError as error:
         raise DamagedData(
             f"{path} cannot be read ({error}); it must hold the arrays {', '.join(_NPZ_WORDS)}"
         ) from None

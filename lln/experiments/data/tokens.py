@@ -228,6 +228,8 @@ def _digest(corpus: Corpus, vocabulary: int, tokenizer: Any) -> str:
 
 def _content(path: Path) -> bytes:
     digest = hashlib.sha256()
+    if path.exists() and not path.is_file():  # a pipe would wait for ever
+        raise ValueError(f"{path} is no regular file; pass another path")
     try:
         with path.open("rb") as stream:
             while block := stream.read(1 << 22):
