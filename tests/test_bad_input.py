@@ -166,6 +166,8 @@ def test_states_say_what_is_wrong():
         lln.read(Q[:1], state, alpha=2.0)
     with pytest.raises(ValueError, match="width"):
         lln.read(Q[..., :7], state, alpha=2.0)
+    with pytest.raises(ValueError, match=r"q is on meta but the state on cpu; move one"):
+        lln.read(Q.to("meta"), state, alpha=2.0)
     with pytest.raises(ValueError, match="prefill takes"):
         lln.prefill(Q[:, :, :3], K, V, **SCALES)
     with pytest.raises(TypeError, match="float32, or float64"):

@@ -154,3 +154,18 @@ def test_numbers_that_are_too_small_are_refused(field, values):
         with pytest.raises(ValueError, match=rf"^{field}={value} is not possible; it must be"):
             toy_config(**{field: value})
     toy_config(**{field: 1})  # the smallest that makes sense everywhere
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_micro_batches_are_parts_of_the_batch(accumulation):
+    """A first one that holds all rows has the same gradient, and saves no memory."""
+    engine = engine_of(accumulation=accumulation)
+    whole, seen = engine.task.batch(0, slice(0, 8))["x"], []
+
+    def loss(model, batch):
+        seen.append(batch["x"])
+        return engine.task.loss(model, batch)
+
+    engine.update(0, loss)
+    assert [len(x) for x in seen] == [8 // accumulation] * accumulation
+    assert torch.equal(torch.cat(seen), whole)
