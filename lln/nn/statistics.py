@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lln import moments
+from lln.nn import averages
 from lln.protocols import HALF
 
 KINDS = ("sample", "running", "fixed")
@@ -193,7 +194,7 @@ class RunningStatistics(Statistics):
 
     variances: Tensor
     batches: Tensor
-    _used: Tensor
+    _runs: Tensor
 
     def __init__(self, matching: Matching, *, momentum: float | None, device=None) -> None:
         super().__init__(matching)
@@ -202,39 +203,27 @@ class RunningStatistics(Statistics):
         ones = torch.ones(rows, matching.num_kv_heads, dtype=torch.float32, device=device)
         self.register_buffer("variances", ones)
         self.register_buffer("batches", torch.zeros((), dtype=torch.long, device=device))
-        self.register_buffer("_used", ones.clone(), persistent=False)
+        runs = ones.expand(averages.REMEMBERED_RUNS, 2, -1, -1).clone()
+        self.register_buffer("_runs", runs, persistent=False)
 
     def reset_parameters(self) -> None:
         self.variances.fill_(1)
         self.batches.zero_()
-        self._used.fill_(1)
+        self._runs.fill_(1)
 
     def forward(self, q, k, *, key_mask=None, query_mask=None, is_causal=False):
         if not self.training:
             alpha, beta = self.stored()
             return alpha[None], beta[None]
         batch = self.matching.pooled_variances(q, k, key_mask=key_mask, query_mask=query_mask)
-        recomputing = _inside_backward()
-        stored = self._used if recomputing else self.variances
-        source = stored if is_causal else torch.where(batch.isfinite(), batch, stored)
+        source = averages.follow(
+            batch, self.variances, self.batches, self._runs, self.momentum, is_causal
+        )
         alpha, beta = self.matching.scales(source)
-        if not recomputing:
-            self._update(batch)
         return alpha[None], beta[None]
 
     def stored(self):
         return self.matching.scales(self.variances)
-
-    @torch.no_grad()
-    def _update(self, batch: Float[Tensor, "R Hkv"]) -> None:
-        usable = batch.isfinite().all()
-        self._used.copy_(self.variances)
-        self.batches.add_(usable)
-        share = 1 / self.batches.clamp(min=1)
-        if self.momentum is not None:
-            share = share.clamp(min=self.momentum)
-        step = torch.where(usable, batch - self.variances, 0)
-        self.variances.add_(step * share)
 
     def calibrate_(self, q, k, *, key_mask=None, query_mask=None):
         batch = self.matching.pooled_variances(q, k, key_mask=key_mask, query_mask=query_mask)
@@ -244,14 +233,6 @@ class RunningStatistics(Statistics):
     def extra_repr(self) -> str:
         options = super().extra_repr()
         return f"momentum={self.momentum}" + (f", {options}" if options else "")
-
-
-def _inside_backward() -> bool:
-    """Whether activation checkpointing is running the forward pass a second time.
-
-    That pass must see the statistics of the first one and must not count the batch twice.
-    """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class FixedScales(Statistics):

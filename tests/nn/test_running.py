@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from lln import moments
 from lln.nn import LLNAttention
@@ -126,22 +125,6 @@ def test_a_spoiled_or_empty_batch_leaves_the_buffers_alone(spoil):
     assert (core(q, k, v, empty, empty) == 0).all()
     for name, value in core.state_dict().items():
         assert torch.equal(value, before[name]), name
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing_counts_a_batch_once_with_equal_gradients(causal, use_reentrant):
-    inputs = [x.requires_grad_() for x in qkv(2, 2, 9, 4)]
-    plain, saving = running(causal=causal), running(causal=causal)
-    for _ in range(2):
-        expected = torch.autograd.grad(plain(*inputs).square().sum(), inputs)
-        for x in inputs:
-            x.grad = None
-        checkpoint(saving, *inputs, use_reentrant=use_reentrant).square().sum().backward()
-        for x, gradient in zip(inputs, expected, strict=True):
-            torch.testing.assert_close(x.grad, gradient)
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(saving.state_dict()[name], value)
 
 
 def test_calibrate_sets_the_buffers():
