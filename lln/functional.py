@@ -78,7 +78,9 @@ def attention(
     Args:
         alpha, beta: Numbers, ``[H]`` / ``[Hkv]`` or ``[B, H]`` / ``[B, Hkv]``; both or neither.
             Gradients flow to tensors. Left out, they are measured from q and k per sample and head
-            and matched by ``method``, as constants of the backward pass.
+            and matched by ``method``, as constants of the backward pass. They then depend on all
+            queries: in the cross-attention of a decoder the later ones leak into the earlier, so
+            give both there, as with ``is_causal``.
         key_mask: True = may be attended. Masking a key equals leaving it out.
         query_mask: True = a real query. Only used to measure the queries' statistics: outputs of
             masked queries are computed all the same.

@@ -19,7 +19,7 @@ from lln.protocols import Mechanism
 
 LLN_NAMES = ("lln", "lln_diag")
 # The model says these in every call.
-TOLD_BY_THE_MODEL = ("causal", "dropout", "scale", "layer")
+TOLD_BY_THE_MODEL = ("causal", "causal_queries", "dropout", "scale", "layer")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Place:
     head_dim: int
     causal: bool
     max_length: int
+    causal_queries: bool = False
     layer_index: int = 0
     num_layers: int = 1
 
@@ -46,12 +47,14 @@ class LLNCore(LLNAttention):
     calibrated: Tensor
 
     def __init__(self, place: Place, **options: Any) -> None:
-        kind = options.setdefault("statistics", "fixed" if place.causal else "sample")
+        measured = not (place.causal or place.causal_queries)
+        kind = options.setdefault("statistics", "sample" if measured else "fixed")
         super().__init__(
             place.num_heads,
             place.head_dim,
             num_kv_heads=place.num_kv_heads,
             causal=place.causal,
+            causal_queries=place.causal_queries,
             **options,
         )
         given = kind == "sample" or options.get("alpha") is not None
@@ -145,6 +148,7 @@ def place_of(
         head_dim=width,
         causal=bool(getattr(module, "is_causal", False)),
         max_length=max_length or longest_input(config),
+        causal_queries=is_cross(module),
         layer_index=layer_index,
         num_layers=num_layers,
     )

@@ -60,6 +60,9 @@ class LLNAttention(nn.Module):
         num_kv_heads: Key and value heads, a divisor of ``num_heads`` (GQA); default ``num_heads``.
         causal: Each query sees the keys up to its own position (bottom-right aligned when M ≠ N).
             Needs ``statistics="running"`` or ``"fixed"``.
+        causal_queries: Cross-attention of a decoder: each query sees all keys, and its output must
+            not depend on the queries after it. Measured over all queries, α and β would let them
+            through, so they are taken as in causal attention, with the same needs.
         diag_block: Block size of the softmax branch of LLN+Diag; None for LLN alone.
         method: "paper", "variance", "entropy" or a fitted line, see :func:`lln.match_moments`.
         target: "product" matches σ_q²σ_k², "measured" the true variance of the scores (eq. 5).
@@ -103,6 +106,7 @@ class LLNAttention(nn.Module):
         *,
         num_kv_heads: int | None = None,
         causal: bool = False,
+        causal_queries: bool = False,
         diag_block: int | None = None,
         method: str | MomentFit = "paper",
         target: str = "product",
@@ -126,6 +130,7 @@ class LLNAttention(nn.Module):
         self.head_dim = head_dim
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.causal = causal
+        self.causal_queries = causal_queries
         self.diag_block = diag_block
         self.mix = mix
         self.conv = conv
@@ -138,7 +143,7 @@ class LLNAttention(nn.Module):
         self.statistics = choose_statistics(
             statistics, matching, momentum=momentum, alpha=alpha, beta=beta, device=device
         )
-        if causal and statistics == "sample":
+        if (causal or causal_queries) and statistics == "sample":
             raise ValueError(CAUSAL_NEEDS_STORED_STATISTICS)
 
         def learned(*shape: int, wanted: bool) -> nn.Parameter | None:
@@ -238,8 +243,9 @@ class LLNAttention(nn.Module):
     ) -> Draw:
         """Take the statistics and throw the dice of one forward pass."""
         batch, dtype = q.shape[0], compute_dtype(q, k)
+        ordered = is_causal or self.causal_queries
         alpha, beta = self._learned(
-            *self.statistics(q, k, key_mask=key_mask, query_mask=query_mask, is_causal=is_causal)
+            *self.statistics(q, k, key_mask=key_mask, query_mask=query_mask, is_causal=ordered)
         )
         dropout = self.dropout if dropout is None else dropout
         dropout = dropout if self.training else 0.0
@@ -367,6 +373,7 @@ class LLNAttention(nn.Module):
         options = {
             "num_kv_heads": (self.num_kv_heads, self.num_heads),
             "causal": (self.causal, False),
+            "causal_queries": (self.causal_queries, False),
             "diag_block": (self.diag_block, None),
             "mix": (self.mix, "average"),
             "conv": (self.conv, 0),

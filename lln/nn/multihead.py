@@ -13,6 +13,7 @@ from torch.nn.init import constant_, xavier_normal_, xavier_uniform_
 from lln.moments import MomentFit
 from lln.nn.attention import LLNAttention
 from lln.nn.masks import check_causal_mask, pad_nested, unpad_nested, valid_keys
+from lln.nn.statistics import QUERIES_OF_UNKNOWN_ORDER
 
 
 class LLNMultiheadAttention(nn.MultiheadAttention):
@@ -30,6 +31,9 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
             :class:`lln.nn.LLNAttention`.
         learn_scale, diag_dropout, momentum, scale, impl: See there, too. Causality is an argument
             of ``forward``, as in torch.
+        causal_queries: For cross-attention (``query is not key``), where the module cannot know:
+            True in a decoder, whose queries must not see those after them, see there; False if they
+            may. Left out, cross-attention that would measure its queries is an error.
 
     Numerics: ``need_weights=True`` (torch's default) builds the N×M matrix; pass False to keep the
     cost linear. The output is the same either way.
@@ -56,6 +60,7 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
+        causal_queries: bool | None = None,
         diag_block: int | None = None,
         method: str | MomentFit = "paper",
         target: str = "product",
@@ -96,9 +101,11 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
                 f"{name}={value} counts positions, and the extra keys of add_bias_kv and "
                 f"add_zero_attn have none; use {name} without them"
             )
+        self.causal_queries = causal_queries
         self.attention = LLNAttention(
             num_heads,
             embed_dim // num_heads,
+            causal_queries=bool(causal_queries),
             diag_block=diag_block,
             method=method,
             target=target,
@@ -190,6 +197,8 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         q, k, v = self._project(query, key, value)
         queries, keys = q.shape[2], k.shape[2]
         check_causal_mask(attn_mask, is_causal=is_causal, queries=queries, keys=keys)
+        if not (query_is_key or is_causal):
+            self._check_cross()
         key_mask = valid_keys(key_padding_mask, (k.shape[0], keys))
         query_mask = key_mask if query_is_key else None
 
@@ -297,6 +306,10 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
             key_mask = F.pad(key_mask, (extra, 0), value=True)
         return torch.cat(keys, dim=2), torch.cat(values, dim=2), key_mask
 
+    def _check_cross(self) -> None:
+        if self.causal_queries is None and self.attention.statistics.measures:
+            raise ValueError(QUERIES_OF_UNKNOWN_ORDER)
+
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor | None = None) -> None:
         if query.dim() not in (2, 3):
             raise ValueError(
@@ -376,5 +389,7 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
             shown["add_bias_kv"] = True
         if self.add_zero_attn:
             shown["add_zero_attn"] = True
+        if self.causal_queries is not None:
+            shown["causal_queries"] = self.causal_queries
         options = "".join(f", {name}={value}" for name, value in shown.items())
         return f"{self.embed_dim}, {self.num_heads}{options}"

@@ -25,6 +25,12 @@ CAUSAL_NEEDS_STORED_STATISTICS = (
     "future into every output; use statistics='running' (averages over past batches) or "
     "statistics='fixed' (constants, given or set by calibrate_)"
 )
+QUERIES_OF_UNKNOWN_ORDER = (
+    "query is not key: cross-attention whose α and β would be measured over all queries, and in a "
+    "decoder every output would see the queries after it; construct the module with "
+    "causal_queries=True and statistics='running' or 'fixed' for a decoder, or with "
+    "causal_queries=False if all queries may see each other"
+)
 NOTHING_STORED = (
     "statistics='sample' measures every sample anew and stores nothing; construct the module with "
     "statistics='running' or statistics='fixed'"
@@ -115,8 +121,13 @@ class Statistics(nn.Module):
         query_mask: Bool[Tensor, "B N"] | None = None,
         is_causal: bool = False,
     ) -> tuple[Float[Tensor, "#B H"], Float[Tensor, "#B Hkv"]]:
-        """α and β for these queries and keys, without gradient."""
+        """α and β for these queries and keys, without gradient; not from them if causal."""
         raise NotImplementedError
+
+    @property
+    def measures(self) -> bool:
+        """Whether α and β of bidirectional attention now come from the queries and keys at hand."""
+        return False
 
     def reset_parameters(self) -> None:
         """Back to what was stored at construction."""
@@ -157,6 +168,10 @@ class Statistics(nn.Module):
 
 class SampleStatistics(Statistics):
     """α and β measured from each sample: nothing is stored, bidirectional attention only."""
+
+    @property
+    def measures(self) -> bool:
+        return True
 
     def forward(self, q, k, *, key_mask=None, query_mask=None, is_causal=False):
         if is_causal:
@@ -210,6 +225,10 @@ class RunningStatistics(Statistics):
         self.variances.fill_(1)
         self.batches.zero_()
         self._runs.fill_(1)
+
+    @property
+    def measures(self) -> bool:
+        return self.training
 
     def forward(self, q, k, *, key_mask=None, query_mask=None, is_causal=False):
         if not self.training:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers as hf
@@ -10,6 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 import lln
 import lln.hf
+from lln.hf.register import core_of
 from tests.hf.tiny import ENCODERS, images, inputs, make, padded, run, text
 
 NAMES = ("lln", "lln_diag")
@@ -204,15 +207,18 @@ def test_cross_attention_keeps_its_statistics_apart():
         vocab_size=99,
         max_position_embeddings=64,
     )
-    model = hf.BartModel(config).eval()
-    layer = model.decoder.layers[0].encoder_attn
+    config.lln_options = {"statistics": "running"}
+    layer = hf.BartModel(config).train().decoder.layers[0].encoder_attn
     config._attn_implementation = "lln"
     x, memory = torch.randn(2, 9, 32), torch.randn(2, 9, 32)
     mask = torch.arange(9) < torch.tensor([[9], [5]])
-    with torch.no_grad():
-        got = layer(x, key_value_states=memory, attention_mask=mask)[0]
-        alone = layer(x[1:], key_value_states=memory[1:, :5])[0]
-    torch.testing.assert_close(got[1:], alone)
+    measured = []
+    for seen in (mask, None):
+        other = copy.deepcopy(layer)
+        other(x, key_value_states=memory, attention_mask=seen)
+        measured.append(core_of(other, "lln").statistics.variances)
+    torch.testing.assert_close(measured[0][0], measured[1][0])  # of the queries
+    assert (measured[0][1] - measured[1][1]).abs().max() > 1e-3  # of the keys
 
 
 def test_images_have_no_mask():

@@ -30,7 +30,7 @@ def pair(**options) -> tuple[LLNMultiheadAttention, nn.MultiheadAttention]:
     softmax = nn.MultiheadAttention(8, 2, **options)
     for parameter in softmax.parameters():
         nn.init.normal_(parameter)
-    ours = LLNMultiheadAttention(8, 2, **options)
+    ours = LLNMultiheadAttention(8, 2, causal_queries=False, **options)
     ours.load_state_dict(softmax.state_dict())
     return ours, softmax
 
@@ -187,7 +187,7 @@ def test_padding_equals_truncation(bool_mask):
 
 
 def test_query_mask_is_taken_from_the_keys_in_self_attention_only():
-    layer = LLNMultiheadAttention(8, 2, batch_first=True)
+    layer = LLNMultiheadAttention(8, 2, batch_first=True, causal_queries=False)
     x = embeddings(1, 6, 8)
     ignore = ~padding([4], 6)
     loud = x.clone()
@@ -367,12 +367,13 @@ def test_moves_dtype_and_device_like_any_module():
 )
 def test_from_torch_shares_the_weights(arguments):
     theirs = nn.MultiheadAttention(32, 4, **arguments).eval()
-    ours = LLNMultiheadAttention.from_torch(theirs, method="entropy", learn_scale=True)
+    options = {"method": "entropy", "learn_scale": True, "causal_queries": False}
+    ours = LLNMultiheadAttention.from_torch(theirs, **options)
     shared = dict(theirs.named_parameters())
     assert all(ours.get_parameter(name) is parameter for name, parameter in shared.items())
     assert not any(x.is_meta for x in (*ours.parameters(), *ours.buffers()))
     assert not ours.training
-    fresh = LLNMultiheadAttention(32, 4, method="entropy", learn_scale=True, **arguments).eval()
+    fresh = LLNMultiheadAttention(32, 4, **options, **arguments).eval()
     fresh.load_state_dict(theirs.state_dict())
     dtype = arguments.get("dtype", torch.float32)
     x = [torch.randn(7, 2, size, dtype=dtype) for size in (32, theirs.kdim, theirs.vdim)]

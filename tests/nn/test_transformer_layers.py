@@ -91,33 +91,6 @@ def test_encoder_detects_its_causal_mask():
     torch.testing.assert_close(encoder(changed, mask=mask)[:, :4], out[:, :4])
 
 
-def test_decoder_layer_with_self_and_cross_attention():
-    torch.manual_seed(0)
-    layer = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    layer.self_attn = LLNMultiheadAttention(8, 2, batch_first=True, statistics="running")
-    layer.multihead_attn = LLNMultiheadAttention(8, 2, batch_first=True)
-    target, memory = embeddings(2, 7, 8), embeddings(2, 5, 8, seed=1)
-    ignore = ~padding([5, 2], 5)
-    arguments = {
-        "tgt_mask": nn.Transformer.generate_square_subsequent_mask(7),
-        "tgt_is_causal": True,
-        "memory_key_padding_mask": ignore,
-    }
-    out = layer(target, memory, **arguments)
-    out.sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
-    layer.eval()
-    out = layer(target, memory, **arguments)
-    changed = torch.cat([target[:, :4], target[:, 4:] + 5], dim=1)
-    # cross-attention measures σ of its queries, which now differ: compare the causal part alone
-    layer.multihead_attn.eval()
-    before = layer._sa_block(target, arguments["tgt_mask"], None, is_causal=True)
-    after = layer._sa_block(changed, arguments["tgt_mask"], None, is_causal=True)
-    torch.testing.assert_close(after[:, :4], before[:, :4])
-    junk = memory.masked_fill(ignore[..., None], 1e3)
-    torch.testing.assert_close(layer(target, junk, **arguments), out)
-
-
 def test_training_an_encoder_lowers_the_loss():
     layer = encoder_layer(statistics="running", diag_block=4, mix="learned", learn_scale=True)
     model = nn.Sequential(layer, nn.Linear(8, 8))
