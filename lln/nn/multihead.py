@@ -130,6 +130,7 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         """LLN between the projections of a torch module, whose parameters the new one shares.
 
         The filter of ``conv`` starts at zero, as what it would add to a trained model is noise.
+        Pruned or parametrized projections are refused: there is no parameter to share.
 
         Args:
             options: Those of LLN, by name.
@@ -138,6 +139,7 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
             >>> encoder.layers[0].self_attn = LLNMultiheadAttention.from_torch(
             ...     encoder.layers[0].self_attn, diag_block=64)
         """
+        _check_plain_parameters(module)
         weight = module.out_proj.weight
         new = cls(
             module.embed_dim,
@@ -366,10 +368,16 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """A state dict without any of LLN's own entries is a softmax module's: keep ours."""
+        """A state dict without any of LLN's own entries is a softmax module's: keep ours.
+
+        On the meta device there is nothing to keep: they begin where the assigned weights are.
+        """
         own = self.attention.state_dict(prefix=f"{prefix}attention.")
         if not any(name in state_dict for name in own):
-            state_dict.update(own)
+            assigned = state_dict.get(f"{prefix}out_proj.weight")
+            if local_metadata.get("assign_to_params_buffers") and assigned is not None:
+                self._begin_on(assigned.device)
+            state_dict.update(self.attention.state_dict(prefix=f"{prefix}attention."))
         super()._load_from_state_dict(
             state_dict,
             prefix,
@@ -379,6 +387,11 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
             unexpected_keys,
             error_msgs,
         )
+
+    def _begin_on(self, device: torch.device) -> None:
+        """Give LLN's own entries memory and their first values, if they have none."""
+        if any(x.is_meta for x in (*self.attention.parameters(), *self.attention.buffers())):
+            self.attention.to_empty(device=device).reset_parameters()
 
     def extra_repr(self) -> str:
         """The arguments that are not shown by the submodules."""
@@ -393,3 +406,17 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
             shown["causal_queries"] = self.causal_queries
         options = "".join(f", {name}={value}" for name, value in shown.items())
         return f"{self.embed_dim}, {self.num_heads}{options}"
+
+
+def _check_plain_parameters(module: nn.MultiheadAttention) -> None:
+    """Refuse projections that hooks or parametrizations compute from other parameters."""
+    names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias")
+    for name in (*names, "bias_k", "bias_v"):
+        if getattr(module, name, None) is not None and module._parameters.get(name) is None:
+            raise ValueError(
+                f"{name} of this {type(module).__name__} is no parameter but computed from others "
+                "(by torch.nn.utils.prune, parametrize, weight_norm or spectral_norm), and cannot "
+                f'be shared; make it plain with prune.remove(module, "{name}") or '
+                f'parametrize.remove_parametrizations(module, "{name}"), and apply it to the '
+                "result of from_torch instead"
+            )

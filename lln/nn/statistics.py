@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -220,6 +221,12 @@ class RunningStatistics(Statistics):
         self.register_buffer("batches", torch.zeros((), dtype=torch.long, device=device))
         runs = ones.expand(averages.REMEMBERED_RUNS, 2, -1, -1).clone()
         self.register_buffer("_runs", runs, persistent=False)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """As torch's; what no state dict holds follows the averages out of the meta device."""
+        super()._load_from_state_dict(*args, **kwargs)
+        if self._runs.is_meta and not self.variances.is_meta:
+            self._runs = torch.ones_like(self._runs, device=self.variances.device)
 
     def reset_parameters(self) -> None:
         self.variances.fill_(1)

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import lln
 from lln.nn import RECOMMENDED, LLNAttention, LLNMultiheadAttention
@@ -38,6 +39,53 @@ def test_made_on_meta_then_filled(options):
     core.load_state_dict(here.state_dict())
     q, k, v = qkv(2, 4, 9, 8, kv_heads=2)
     assert core(q, k, v).equal(here(q, k, v))
+
+
+def everything(module):
+    return (*module.parameters(), *module.buffers())
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options.get("statistics"))
+def test_a_softmax_checkpoint_assigned_to_a_layer_without_memory(options):
+    options = {**options, "alpha": 1.5, "beta": 0.5} if "alpha" in options else options
+    softmax = nn.ModuleDict({"layer": nn.MultiheadAttention(32, 4, batch_first=True)})
+    with torch.device("meta"):
+        ours = LLNMultiheadAttention(32, 4, batch_first=True, **options)
+        model = nn.ModuleDict({"layer": ours})
+    model.load_state_dict(softmax.state_dict(), assign=True)
+    assert not any(x.is_meta for x in everything(model))
+    here = LLNMultiheadAttention(32, 4, batch_first=True, **options)
+    here.load_state_dict(softmax["layer"].state_dict())
+    for name, value in here.state_dict().items():
+        assert name.endswith("conv_weight") or ours.state_dict()[name].equal(value), name
+    x = embeddings(2, 9, 32)
+    assert ours(x, x, x)[0].isfinite().all()
+
+
+def test_a_checkpoint_of_our_own_assigned_to_a_layer_without_memory():
+    def layer():
+        return LLNMultiheadAttention(32, 4, batch_first=True, statistics="running")
+
+    trained, x = layer(), embeddings(2, 9, 32)
+    trained(x, x, x)
+    with torch.device("meta"):
+        ours = layer()
+    ours.load_state_dict(trained.state_dict(), assign=True)
+    assert not any(y.is_meta for y in everything(ours))
+    out, _ = ours(x, x, x, is_causal=True)
+    out.sum().backward()
+    assert ours.attention.statistics.batches == 2
+
+
+def test_a_softmax_checkpoint_keeps_what_an_ordinary_layer_has_learned():
+    layer = LLNMultiheadAttention(32, 4, batch_first=True, statistics="running", learn_scale=True)
+    x = embeddings(2, 9, 32)
+    layer(x, x, x)
+    nn.init.ones_(layer.attention.log_alpha)
+    before = copy.deepcopy(layer.attention.state_dict())
+    layer.load_state_dict(nn.MultiheadAttention(32, 4).state_dict(), assign=True)
+    for name, value in layer.attention.state_dict().items():
+        assert value.equal(before[name]), name
 
 
 def test_starting_again_forgets_what_was_learned():

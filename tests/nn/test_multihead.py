@@ -8,6 +8,7 @@ import inspect
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 from lln import moments
 from lln.nn import LLNMultiheadAttention
@@ -378,6 +379,47 @@ def test_from_torch_shares_the_weights(arguments):
     dtype = arguments.get("dtype", torch.float32)
     x = [torch.randn(7, 2, size, dtype=dtype) for size in (32, theirs.kdim, theirs.vdim)]
     assert ours(*x)[0].equal(fresh(*x)[0]) and repr(ours) == repr(fresh)
+
+
+COMPUTED = {
+    "pruned": lambda module, name: prune.l1_unstructured(module, name, 0.5),
+    "normed": parametrizations.weight_norm,
+    "spectral": parametrizations.spectral_norm,
+    "old spectral": nn.utils.spectral_norm,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.nn.utils.spectral_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("how", COMPUTED)
+@pytest.mark.parametrize("name", ["in_proj_weight", "k_proj_weight"])
+def test_from_torch_refuses_projections_that_are_computed(how, name):
+    widths = {"kdim": 24} if name == "k_proj_weight" else {}
+    theirs = nn.MultiheadAttention(32, 4, **widths)
+    COMPUTED[how](theirs, name)
+    with pytest.raises(ValueError, match=rf"{name} .*computed.*prune\.remove.*{name}"):
+        LLNMultiheadAttention.from_torch(theirs)
+
+
+def test_from_torch_after_pruning_was_made_permanent():
+    theirs = nn.MultiheadAttention(32, 4)
+    for name in ("in_proj_weight", "in_proj_bias"):
+        prune.l1_unstructured(theirs, name, 0.5)
+        with pytest.raises(ValueError, match=name):
+            LLNMultiheadAttention.from_torch(theirs)
+        prune.remove(theirs, name)
+    ours = LLNMultiheadAttention.from_torch(theirs)
+    assert ours.in_proj_weight is theirs.in_proj_weight and (ours.in_proj_weight == 0).sum() > 99
+
+
+@pytest.mark.parametrize("how", COMPUTED)
+@pytest.mark.filterwarnings("ignore:.*torch.nn.utils.spectral_norm.* is deprecated:FutureWarning")
+def test_from_torch_shares_an_output_projection_that_is_computed(how):
+    theirs = nn.MultiheadAttention(32, 4)
+    COMPUTED[how](theirs.out_proj, "weight")
+    ours = LLNMultiheadAttention.from_torch(theirs.eval())
+    x = torch.randn(7, 2, 32)
+    single = x[:1]  # one key: any attention returns its value
+    torch.testing.assert_close(ours(single, single, single)[0], theirs(single, single, single)[0])
 
 
 def test_from_torch_in_a_finished_encoder():
