@@ -139,7 +139,9 @@ class LLNAttention(nn.Module):
         self.scale = head_dim**-0.5 if scale is None else scale
         self.impl = impl
         self._check_arguments()
-        matching = Matching(num_heads, self.num_kv_heads, head_dim, method, target, normalize_keys)
+        matching = Matching(
+            num_heads, self.num_kv_heads, head_dim, method, target, normalize_keys, impl
+        )
         self.statistics = choose_statistics(
             statistics, matching, momentum=momentum, alpha=alpha, beta=beta, device=device
         )

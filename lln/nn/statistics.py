@@ -48,6 +48,7 @@ class Matching:
     method: str | moments.MomentFit = "paper"
     target: str = "product"
     normalize_keys: bool = False
+    impl: str | None = None
 
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
@@ -67,6 +68,7 @@ class Matching:
             method=self.method,
             normalize_keys=self.normalize_keys,
             score_variance=variances[2] if self.target == "measured" else None,
+            impl=self.impl,
         )
         return alpha.repeat_interleave(self.num_heads // self.num_kv_heads), beta
 
@@ -81,7 +83,7 @@ class Matching:
     ) -> Float[Tensor, "R Hkv"]:
         """The rows that :meth:`scales` reads, averaged over samples; NaN without a valid token."""
         sigma_q, sigma_k = moments.standard_deviations(
-            q, k, key_mask=key_mask, query_mask=query_mask
+            q, k, key_mask=key_mask, query_mask=query_mask, impl=self.impl
         )
         queries = _valid_tokens(query_mask, q)
         rows = [
@@ -186,6 +188,7 @@ class SampleStatistics(Statistics):
             method=matching.method,
             target=matching.target,
             normalize_keys=matching.normalize_keys,
+            impl=matching.impl,
         )
 
 

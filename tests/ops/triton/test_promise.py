@@ -9,6 +9,7 @@ import torch
 
 import lln
 from lln import moments
+from lln.nn import LLNAttention
 from lln.ops import dispatch, eager, mixed, reference
 from lln.ops import triton as kernels
 from lln.ops.convolution import convolve_tokens
@@ -156,6 +157,19 @@ def test_statistics_and_convolution_launch_nothing_either(impl, ran, device):
     assert "triton" not in ran
     lln.attention(q, k, v, impl="triton")
     assert "triton" in ran
+
+
+@pytest.mark.parametrize("statistics", ["sample", "running", "fixed"])
+@pytest.mark.parametrize("impl", [None, "eager", "triton"])
+def test_a_module_runs_by_what_was_asked(impl, statistics, ran, device):
+    q, k, v = tensors(device)
+    options = {"statistics": statistics, "conv": 3, "diag_block": 16, "impl": impl}
+    core = LLNAttention(2, 16, num_kv_heads=1, device=device, **options)
+    if statistics != "sample":
+        core.calibrate_(q, k)
+    core.train()(q, k, v)
+    core.eval()(q, k, v)
+    assert ran == {impl or "triton"}
 
 
 def test_which_sees_what_autocast_will_make(monkeypatch):
