@@ -25,56 +25,93 @@ class StateLayer(CacheLayerMixin):
     LLN+Diag adds one block of K and V, a convolution of K taps the last K − 1 values.
 
     transformers updates a cache before it attends, and only the attention knows the queries. So
-    ``update`` announces itself to the core and hands the new keys on, and the attention call that
-    follows reads the state and moves it.
+    ``update`` marks the keys it hands on, and the attention call that gets them reads the state and
+    moves it. Nothing here belongs to a model: copies, pickles and choices of samples go on alone.
+
+    Until a first attention call has read it the layer keeps all keys. Where none ever does (a
+    softmax layer of another decoder with the same number, a model that caches something else than
+    its keys) it stays the plain cache.
     """
 
     is_sliding = False
     is_compileable = False
     is_croppable = False
 
-    def __init__(self, core: LLNCore) -> None:
-        super().__init__()
-        self.core = core
-        self.tokens = 0
+    def __init__(self) -> None:
         self.state: State | None = None
+        super().__init__()
+        self.tokens = 0
         self.block: OpenBlock | None = None
         self.last: Tensor | None = None
-        self._new: Tensor | None = None
+        self._unread = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing is allocated before the first tokens."""
         self.is_initialized = True
+
+    @property
+    def keys(self) -> Tensor | None:
+        """All keys as long as no attention has read the state."""
+        if self.state is not None:
+            raise AttributeError(
+                "this cache holds a state, which has no keys; copy it with copy.deepcopy(cache), "
+                "or generate with past_key_values=DynamicCache(config=model.config), which keeps "
+                "all keys"
+            )
+        return self._keys
+
+    @keys.setter
+    def keys(self, keys: Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._keys = keys
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Announce new tokens; the attention call that follows reads them into the state."""
         self.lazy_initialization(key_states, value_states)
-        self.tokens += key_states.shape[2]
-        self._new = key_states
-        self.core.waiting = self
-        return key_states, value_states
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        """Causal attention of the new tokens to themselves and to all before; moves the state."""
-        if k is not self._new:
+        if self.state is not None and self._unread:
             raise RuntimeError(
-                f"{self.core.place.name} changed its keys between the cache and the attention, or "
-                "an earlier call was interrupted there; run again, or pass past_key_values="
-                "DynamicCache(config=model.config) to keep all keys"
+                "the last tokens given to this cache were not read by the attention that decodes "
+                "from its state: that call was interrupted, or the attention was changed since. "
+                "Start again with a new cache"
             )
-        self._new = None
+        self.tokens += key_states.shape[2]
+        if self.state is None:
+            key_states, value_states = self._keep(key_states, value_states)
+        self._unread = True
+        announced = key_states.view(key_states.shape)  # what is kept here carries no mark
+        announced._lln_layer = self  # pyright: ignore[reportAttributeAccessIssue]
+        return announced, value_states
+
+    def _keep(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values so far, as a plain cache has them."""
+        if self.keys is not None and self.values is not None:
+            k, v = torch.cat([self.keys, k], 2), torch.cat([self.values, v], 2)
+        self._keys, self.values = k, v
+        return k, v
+
+    def attend(
+        self, core: LLNCore, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
+    ) -> Tensor:
+        """Causal attention of the new tokens to themselves and to all before; moves the state."""
+        if not self._unread:
+            raise ValueError(
+                f"{core.place.name} attends to keys of another layer, whose state has read them "
+                "already; generate with past_key_values=DynamicCache(config=model.config), which "
+                "keeps all keys"
+            )
         key_mask = None if key_mask is None else key_mask[:, -k.shape[2] :]
         if self.state is None:
-            out = attend(self.core, q, k, v, key_mask=key_mask, is_causal=True)
+            out = attend(core, q, k, v, key_mask=key_mask, is_causal=True)
         else:
-            out = self._continue(q, k, v, key_mask)
-        self._remember(k, v, key_mask)
+            out = self._continue(core, q, k, v, key_mask)
+        self._remember(core, k, v, key_mask)
+        self._unread = False
         return out
 
-    def _continue(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        core = self.core
+    def _continue(
+        self, core: LLNCore, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
+    ) -> Tensor:
         wide = compute_dtype(q, k, v)
         alpha, beta = core.scales()
         out, _ = prefill(
@@ -100,8 +137,8 @@ class StateLayer(CacheLayerMixin):
             out = out + core.for_queries(near)
         return out.to(q.dtype)
 
-    def _remember(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
-        core = self.core
+    def _remember(self, core: LLNCore, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
+        self._keys = self.values = None
         _, beta = core.scales()
         normalize = core.statistics.matching.normalize_keys
         new = summarize(k, v, beta=beta, key_mask=key_mask, normalize_keys=normalize)
@@ -130,8 +167,9 @@ class StateLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Back to the start of a stream."""
-        self.tokens, self.state, self.block = 0, None, None
-        self.last = self._new = None
+        self.tokens, self.state, self.block, self.last = 0, None, None, None
+        self._keys = self.values = None
+        self._unread = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep the chosen beams."""
@@ -167,6 +205,13 @@ class StateLayer(CacheLayerMixin):
             self.block = self.block.map(change)
         if self.last is not None:
             self.last = change(self.last)
+        if self._keys is not None and self.values is not None:
+            self.keys, self.values = change(self._keys), change(self.values)
+
+
+def state_layer(keys: Tensor) -> StateLayer | None:
+    """The cache layer that handed on these keys, if it may keep a state of those before."""
+    return getattr(keys, "_lln_layer", None)
 
 
 def _mask(k: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -180,10 +225,14 @@ def use_states(cache: object, modules: list[nn.Module]) -> None:
     cache = getattr(cache, "self_attention_cache", cache)
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         return
+    shared = any(getattr(module, "is_kv_shared_layer", False) for module in modules)
     for module in modules:
         core, index = module._modules.get("lln"), getattr(module, "layer_idx", None)
         if not isinstance(core, LLNCore) or not core.causal or index is None:
             continue
-        while len(cache.layers) <= index:
+        if shared and getattr(module, "store_full_length_kv", False):
+            continue  # other layers attend to its keys, with scales of their own
+        while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
             cache.layers.append(DynamicLayer())
-        cache.layers[index] = StateLayer(core)
+        if index < len(cache.layers) and type(cache.layers[index]) is DynamicLayer:
+            cache.layers[index] = StateLayer()

@@ -40,8 +40,7 @@ class Place:
 class LLNCore(LLNAttention):
     """:class:`lln.nn.LLNAttention` that refuses to run on statistics nobody has set.
 
-    ``calibrated`` is saved with the weights. ``waiting`` holds the cache layer between its update
-    and the attention call that follows, ``pool`` what a calibration has measured so far.
+    ``calibrated`` is saved with the weights, ``pool`` holds what a calibration has measured so far.
     """
 
     calibrated: Tensor
@@ -61,7 +60,6 @@ class LLNCore(LLNAttention):
         self.register_buffer("calibrated", torch.tensor(given))
         self.place = place
         self.kind = kind
-        self.waiting: Any = None
         self.pool: Any = None
         self._known_calibrated = given
 

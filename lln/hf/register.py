@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lln import zoo
 from lln.hf import core as cores
+from lln.hf.cache import StateLayer, state_layer
 from lln.hf.core import LLNCore
 from lln.hf.masks import Visible, linear_mask, mixed_mask, one_row, read_mask
 
@@ -75,6 +76,7 @@ def attention_forward(
     """One layer's attention, called by transformers: q, k, v ``[B, H, N, D] -> [B, N, H, E]``."""
     core = core_of(module, attention)
     if core is None:
+        _past(module, None, key)
         return _softmax(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, others
         )
@@ -102,10 +104,11 @@ def attention_forward(
         query = query * (scaling * query.shape[-1] ** 0.5)
     seen = read_mask(attention_mask, key.shape[2])
     causal = _is_causal(module, seen, is_causal)
+    past = _past(module, core if causal else None, key)
 
     def answer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if isinstance(core, LLNCore):
-            return _lln(module, core, q, k, v, seen.key_mask, causal, dropout)
+            return _lln(module, core, q, k, v, seen.key_mask, causal, dropout, past)
         options = {"key_mask": seen.key_mask, "is_causal": causal}
         return cores.attend(core, q, k, v, **options, is_cross=cores.is_cross(module))
 
@@ -128,6 +131,7 @@ def _lln(
     key_mask: Tensor | None,
     is_causal: bool,
     dropout: float,
+    past: StateLayer | None,
 ) -> Tensor:
     """LLN in its four situations: being calibrated, decoding from a state, plain, cross."""
     if is_causal and core.kind == "sample":
@@ -135,7 +139,6 @@ def _lln(
             f"{core.place.name} is causal and statistics='sample' would let the future leak into "
             "the past; call lln.hf.replace(model, ...) and lln.hf.calibrate(model, batches)"
         )
-    state, core.waiting = core.waiting, None
     if core.pool is not None:
         query_mask = None if key_mask is None else key_mask[:, -q.shape[2] :]
         if core.pool.measure(core, q, k, key_mask, query_mask):
@@ -143,8 +146,8 @@ def _lln(
             return softmax_attention(q, k, v, **options, scale=q.shape[-1] ** -0.5)
     else:
         core.check_calibrated()
-    if state is not None:
-        return state.attend(q, k, v, key_mask)
+    if past is not None:
+        return past.attend(core, q, k, v, key_mask)
     return cores.attend(
         core,
         q,
@@ -155,6 +158,22 @@ def _lln(
         is_cross=cores.is_cross(module),
         dropout=dropout,
     )
+
+
+def _past(module: nn.Module, core: nn.Module | None, key: Tensor) -> StateLayer | None:
+    """The cache layer these keys come from, for a core that decodes from its state."""
+    layer = state_layer(key)
+    learning = getattr(core, "pool", None) or getattr(core, "lesson", None)
+    if layer is None or (isinstance(core, LLNCore) and not learning):
+        return layer
+    if layer.state is not None:
+        name = type(module).__name__ if core is None else _name(module, core)
+        raise ValueError(
+            f"{name} has a cache that holds a state of earlier tokens, which only causal LLN reads "
+            "outside of calibrate and transfer; start with a new cache, or with past_key_values="
+            "DynamicCache(config=model.config), which keeps all keys"
+        )
+    return None
 
 
 _unattached: WeakKeyDictionary[nn.Module, tuple[tuple, nn.Module]] = WeakKeyDictionary()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Iterable
-from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from lln.moments import MomentFit
 # In config.json: no such implementation exists, so that a plain from_pretrained stops there instead
 # of running softmax. `from_pretrained(folder, attn_implementation="sdpa")` asks for that openly.
 LOAD_WITH = "load this model with lln.hf.load"
+PREPARE = "_prepare_cache_for_generation"  # what transformers calls to make a cache
 
 
 @dataclasses.dataclass
@@ -259,10 +260,10 @@ def _announce(model: Any) -> None:
             original if name is None else MIXED if name == MIXED else implementation_name(name)
         )
     record(model)
-    if replacements and hasattr(type(model), "_prepare_cache_for_generation"):
-        model._prepare_cache_for_generation = MethodType(_prepare_cache_for_generation, model)
-    else:
-        model.__dict__.pop("_prepare_cache_for_generation", None)
+    for part in model.modules():  # of composite models several can generate
+        part.__dict__.pop(PREPARE, None)
+        if replacements and hasattr(type(part), PREPARE):
+            part.__dict__[PREPARE] = functools.partial(prepare_cache, part)
 
 
 def record(model: Any) -> None:
@@ -301,19 +302,19 @@ def from_json(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _prepare_cache_for_generation(
-    self: Any, generation_config: Any, model_kwargs: dict, generation_mode: Any, *args, **kwargs
+def prepare_cache(
+    model: Any, generation_config: Any, model_kwargs: dict, generation_mode: Any, *args, **kwargs
 ) -> Any:
     """As the model's own, with states in the layers that can decode from one.
 
     Assisted decoding takes tokens back, which a state cannot; it keeps all keys, and is right too.
     """
     given = model_kwargs.get("past_key_values") is not None
-    prepare = type(self)._prepare_cache_for_generation
-    result = prepare(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
+    prepare = getattr(type(model), PREPARE)
+    result = prepare(model, generation_config, model_kwargs, generation_mode, *args, **kwargs)
     takes_back = generation_mode == GenerationMode.ASSISTED_GENERATION or getattr(
         generation_config, "is_assistant", False
     )
     if not given and not takes_back:
-        use_states(model_kwargs.get("past_key_values"), list(attention_modules(self).values()))
+        use_states(model_kwargs.get("past_key_values"), list(model.modules()))
     return result
