@@ -73,10 +73,10 @@ def _padding(mask: Tensor | None, keys: int, offset: int) -> Tensor | None:
     mask = mask[:, offset : offset + keys].to(torch.bool)
     if mask.shape[1] < keys:  # as transformers reads it: what the mask leaves out is padding
         mask = F.pad(mask, (0, keys - mask.shape[1]))
-    return None if _may_look(mask) and bool(mask.all()) else mask
+    return None if may_look(mask) and bool(mask.all()) else mask
 
 
-def _may_look(mask: Tensor) -> bool:
+def may_look(mask: Tensor) -> bool:
     """Not while a compiler traces or a CUDA graph records: values are not known then."""
     recording = mask.is_cuda and torch.cuda.is_current_stream_capturing()
     return not (recording or torch.compiler.is_compiling())
@@ -109,7 +109,7 @@ def one_row(mask: Tensor, queries: int) -> Tensor:
     row = mask[:, 0, 0]
     if row.dtype == torch.bool:
         return row
-    if not _may_look(row) or not row.is_floating_point():
+    if not may_look(row) or not row.is_floating_point():
         return mask
     known = getattr(mask, "_lln_one_row", None)
     if known is None:
@@ -121,7 +121,7 @@ def one_row(mask: Tensor, queries: int) -> Tensor:
 
 def starts_late(key_mask: Tensor) -> bool:
     """Whether a sample is padded on the left; looked up once per mask, as a GPU has to wait."""
-    if not _may_look(key_mask):
+    if not may_look(key_mask):
         return True
     known = getattr(key_mask, "_lln_starts_late", None)
     if known is None:

@@ -16,6 +16,7 @@ from lln.hf import core as cores
 from lln.hf.cache import StateLayer, state_layer
 from lln.hf.core import LLNCore
 from lln.hf.masks import Visible, linear_mask, mixed_mask, one_row, read_mask
+from lln.hf.positions import RELATIVE, check_positions
 
 MIXED = "lln_mixed"  # models in which some layers keep softmax attention
 # Arguments of an attention call that change the scores in a way linear attention has no place for.
@@ -105,6 +106,10 @@ def attention_forward(
     seen = read_mask(attention_mask, key.shape[2])
     causal = _is_causal(module, seen, is_causal)
     past = _past(module, core if causal else None, key)
+    if not (attention in RELATIVE or cores.is_cross(module) or _follows(core)):
+        check_positions(
+            module, layer_name, query.shape[2], seen.key_mask, others.get("position_ids")
+        )
 
     def answer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if isinstance(core, LLNCore):
@@ -280,6 +285,11 @@ def pair_mask(q: Tensor, k: Tensor, key_mask: Tensor | None, *, is_causal: bool)
         triangle = triangle.tril(keys - queries)[None, None]
         seen = triangle if seen is None else seen & triangle
     return None if seen is None else seen | ~seen.any(-1, keepdim=True)
+
+
+def _follows(core: nn.Module) -> bool:
+    """Whether the model around a core counts its positions from the first real token."""
+    return getattr(core, "positions_follow", False)
 
 
 def _name(module: nn.Module, core: nn.Module) -> str:

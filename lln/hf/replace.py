@@ -15,6 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from lln import zoo
 from lln.hf import core as cores
 from lln.hf.cache import use_states
+from lln.hf.positions import follow_padding
 from lln.hf.register import MIXED, implementation_name, register
 from lln.hf.swap import SwappedAttention
 from lln.moments import MomentFit
@@ -260,6 +261,7 @@ def _announce(model: Any) -> None:
             original if name is None else MIXED if name == MIXED else implementation_name(name)
         )
     record(model)
+    follow_padding(model, names)
     for part in model.modules():  # of composite models several can generate
         part.__dict__.pop(PREPARE, None)
         if replacements and hasattr(type(part), PREPARE):
