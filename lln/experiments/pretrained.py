@@ -69,7 +69,7 @@ class Pretrained:
         """Tokens that its position embeddings hold."""
         from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(self.folder)
+        config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
         return config.max_position_embeddings - config.pad_token_id - 1
 
     def classifier(self, classes: int, seed: int, *, dropout: float = 0.0) -> nn.Module:
@@ -104,6 +104,8 @@ class Pretrained:
             load = partial(
                 AutoModelForSequenceClassification.from_pretrained,
                 dtype=torch.float32,
+                use_safetensors=True,
+                trust_remote_code=False,
                 attn_implementation=softmax.implementation(self.attention[0]),
             )
         return partial(load, output_loading_info=True)
@@ -122,7 +124,7 @@ def _load_gated(folder: Path, **changes: Any) -> tuple[nn.Module, dict[str, Any]
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    config = AutoConfig.from_pretrained(folder, **changes)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **changes)
     choice = config.lln_gated
     model = AutoModelForSequenceClassification.from_config(config)
     gated.replace_layers(model, choice["attention"], **choice["options"])

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from lln.hf.replace import from_json, replace
+
+# What from_pretrained is told always: a pickle, or code beside the weights, could do anything.
+SAFE = {"use_safetensors": True, "trust_remote_code": False}
+# Options that say which files are meant: the config comes from the same place as the weights.
+WHERE = ("cache_dir", "local_files_only", "revision", "subfolder", "token", "force_download")
 
 
 def load(
@@ -25,10 +31,14 @@ def load(
         auto_class: AutoModelForMaskedLM or the like, or a model class.
         options: Those of ``from_pretrained``, such as ``dtype`` and ``device_map``.
 
+    Nothing of the folder is run: weights come from safetensors, never from a pickle, and code that
+    config.json names is not loaded.
+
     Example:
         >>> model.save_pretrained("roberta-lln")
         >>> model = lln.hf.load("roberta-lln", AutoModelForMaskedLM)
     """
+    _check_safe(folder, options)
     config = options.pop("config", None) or _config(folder, options)
     records = getattr(config, "lln", None)
     if not records:
@@ -62,18 +72,39 @@ def load(
 
     body = {"__init__": construct, "__module__": model_class.__module__}
     with_attention = type(model_class.__name__, (model_class,), body)
-    return with_attention.from_pretrained(folder, config=config, **options)
+    return with_attention.from_pretrained(folder, config=config, **{**options, **SAFE})
+
+
+def _check_safe(folder: str | PathLike[str], options: dict[str, Any]) -> None:
+    """Refuse what would run code of the folder, before anything of it is read."""
+    for name, value in SAFE.items():
+        if options.get(name, value) not in (value, None):
+            raise ValueError(
+                f"{name}={options[name]} would let files of {folder} run code; lln.hf.load takes "
+                "safetensors and models of transformers alone. Load another model yourself, then "
+                "call lln.hf.replace"
+            )
+    if not Path(folder).is_dir() or any(Path(folder).glob("*.safetensors")):
+        return
+    pickles = sorted(path.name for path in Path(folder).glob("*.bin"))
+    if pickles:
+        raise ValueError(
+            f"{folder} has its weights in {pickles[0]}, a pickle that could run code when opened; "
+            "save the model again with model.save_pretrained(folder), which writes safetensors"
+        )
 
 
 def _config(folder: str | PathLike[str], options: dict[str, Any]) -> Any:
     """The config, with those options that belong there, such as ``num_labels``, taken out."""
-    config = AutoConfig.from_pretrained(folder)
+    where = {key: options[key] for key in WHERE if key in options}
+    where["trust_remote_code"] = False
+    config = AutoConfig.from_pretrained(folder, **where)
     named = {
         key: options.pop(key)
         for key in list(options)
         if hasattr(config, key) and key not in ("dtype", "attn_implementation")
     }
-    return AutoConfig.from_pretrained(folder, **named) if named else config
+    return AutoConfig.from_pretrained(folder, **where, **named) if named else config
 
 
 def _model_class(auto_class: Any, config: Any) -> Any:

@@ -141,3 +141,31 @@ def test_a_folder_without_replacement_is_named(tmp_path):
     make("roberta").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"was not saved after lln.hf.replace"):
         lln.hf.load(tmp_path, hf.AutoModelForMaskedLM)
+
+
+def test_pickled_weights_are_refused(tmp_path):
+    model = make("roberta")
+    lln.hf.replace(model, "lln", quiet=True)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model.bin, a pickle .*save_pretrained"):
+        lln.hf.load(tmp_path, hf.AutoModelForMaskedLM)
+    with pytest.raises(ValueError, match="use_safetensors=False would let files"):
+        lln.hf.load(tmp_path, hf.AutoModelForMaskedLM, use_safetensors=False)
+
+
+def test_code_beside_the_weights_is_not_run(tmp_path, monkeypatch):
+    """transformers would ask at the keyboard, where somebody may say yes."""
+    model = make("roberta")
+    lln.hf.replace(model, "lln", quiet=True)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "another", "auto_map": {"AutoConfig": "code.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text("raise SystemExit('this code was run')")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        lln.hf.load(tmp_path)
+    with pytest.raises(ValueError, match="trust_remote_code=True would let files"):
+        lln.hf.load(tmp_path, trust_remote_code=True)
