@@ -206,7 +206,7 @@ class StateLayer(CacheLayerMixin):
         if self.last is not None:
             self.last = change(self.last)
         if self._keys is not None and self.values is not None:
-            self.keys, self.values = change(self._keys), change(self.values)
+            self._keys, self.values = change(self._keys), change(self.values)
 
 
 def state_layer(keys: Tensor) -> StateLayer | None:

@@ -122,34 +122,49 @@ def _attend_zoo(core, q, k, v, key_mask, is_causal) -> Tensor:
 
 
 def place_of(
-    module: nn.Module, name: str, *, layer_index: int = 0, num_layers: int = 1, max_length: int = 0
+    module: nn.Module,
+    name: str,
+    *,
+    layer_index: int = 0,
+    num_layers: int = 1,
+    max_length: int = 0,
+    causal: bool | None = None,
 ) -> Place:
-    """Read a layer's sizes from the attention module and its configuration."""
+    """Read a layer's sizes from the attention module, and from its configuration."""
     config: Any = module.config
-    heads = config.num_attention_heads
-    width = next(
-        (
-            size
-            for owner, key in (
-                (module, "head_dim"),
-                (module, "attention_head_size"),
-                (config, "head_dim"),
-            )
-            if isinstance(size := getattr(owner, key, None), int)
-        ),
-        config.hidden_size // heads,
+    heads = _size((module, "num_heads"), (module, "num_attention_heads"))
+    heads = heads or config.num_attention_heads
+    width = _size(
+        (module, "qk_head_dim"),  # of latent attention: the config's is that of the rotated part
+        (module, "head_dim"),
+        (module, "attention_head_size"),
+        (config, "head_dim"),
     )
     return Place(
         name=name,
         num_heads=heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=width,
-        causal=bool(getattr(module, "is_causal", False)),
+        head_dim=width or config.hidden_size // heads,
+        causal=bool(getattr(module, "is_causal", False)) if causal is None else causal,
         max_length=max_length or longest_input(config),
         causal_queries=is_cross(module),
         layer_index=layer_index,
         num_layers=num_layers,
     )
+
+
+def _size(*places: tuple[Any, str]) -> int | None:
+    """The first of these attributes that is a number."""
+    values = (getattr(owner, key, None) for owner, key in places)
+    return next((value for value in values if isinstance(value, int)), None)
+
+
+def is_causal(module: nn.Module, owner: nn.Module) -> bool:
+    """Whether a layer is causal: it says so, or (in CLIP's text tower) the model around it does."""
+    if getattr(module, "is_causal", False):
+        return True
+    used = _names_in_forward(owner)
+    return "create_causal_mask" in used and "create_bidirectional_mask" not in used
 
 
 def longest_input(config: Any) -> int:
@@ -211,9 +226,13 @@ def create(attention: str, place: Place, dim: int, **options: Any) -> Any:
 
 def is_routed(module: nn.Module) -> bool:
     """Whether a module attends through transformers' attention interface."""
+    return "ALL_ATTENTION_FUNCTIONS" in _names_in_forward(module) and hasattr(module, "config")
+
+
+def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
+    """What the code of a module's call refers to."""
     forward = inspect.unwrap(type(module).forward)
-    names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    return "ALL_ATTENTION_FUNCTIONS" in names and hasattr(module, "config")
+    return getattr(getattr(forward, "__code__", None), "co_names", ())
 
 
 def is_cross(module: nn.Module) -> bool:

@@ -37,10 +37,13 @@ def linear_mask(
     mask_function: Callable = causal_mask_function,
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
+    config: Any = None,
     **_: Any,
 ) -> Tensor:
     """The mask of linear attention from what a model knows; called by transformers."""
     is_causal = mask_function is causal_mask_function
+    if _adds_bias(config):
+        return _pairs(batch_size, q_length, kv_length, device)
     if not is_causal and mask_function is not bidirectional_mask_function:
         return _pairs(batch_size, q_length, kv_length, device)
     # A static cache has room behind the last token: its queries are not the last positions.
@@ -52,13 +55,24 @@ def linear_mask(
     return mask.to(torch.uint8) if is_causal else mask
 
 
-def mixed_mask(**arguments: Any) -> Tensor:
+def mixed_mask(**arguments: Any) -> Tensor | None:
     """As :func:`linear_mask`, for models that keep softmax layers: pairwise masks are built."""
+    if _adds_bias(arguments.get("config")):
+        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**arguments)
     mask = linear_mask(**arguments)
     if mask.dim() != 4:
         return mask
     skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**{**arguments, **skips})
+
+
+def _adds_bias(config: Any) -> bool:
+    """Whether a model adds a bias per query-key pair to its mask, which must have that shape then.
+
+    BEiT and its relatives; their layers see the sum, and linear ones refuse it.
+    """
+    flags = ("use_relative_position_bias", "use_shared_relative_position_bias")
+    return any(getattr(config, flag, False) for flag in flags)
 
 
 def _pairs(batch: int, queries: int, keys: int, device: torch.device | str) -> Tensor:

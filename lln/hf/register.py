@@ -19,12 +19,27 @@ from lln.hf.masks import Visible, linear_mask, mixed_mask, one_row, read_mask
 from lln.hf.positions import RELATIVE, check_positions
 
 MIXED = "lln_mixed"  # models in which some layers keep softmax attention
-# Arguments of an attention call that change the scores in a way linear attention has no place for.
+# Arguments of an attention call that change what softmax computes, and that linear attention has no
+# place for. tests/hf/test_arguments.py goes over what the models of transformers hand on.
 REFUSED = {
     "sliding_window": "a sliding window",
     "softcap": "a cap on the scores",
     "s_aux": "attention sinks",
     "position_bias": "a bias per query-key pair",
+    "indices": "chosen keys for every query",
+    "block_indices": "chosen blocks of keys for every query",
+    "cu_seq_lens_q": "packed sequences",
+    "cu_seq_lens_k": "packed sequences",
+    "cache": "a paged cache",
+    "block_table": "a paged cache",
+}
+# Of these, what transformers' own function for softmax layers would leave out without a word.
+LEFT_OUT_BY_SDPA = ("s_aux", "indices", "block_indices")
+# Others that models hand on: they say nothing that the mask and the tensors do not say.
+HARMLESS = {
+    *("query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal"),
+    *("position_ids", "use_cache", "output_attentions"),
+    *("max_length_q", "max_length_k", "deterministic"),  # of flash attention's kernels
 }
 
 
@@ -78,6 +93,7 @@ def attention_forward(
     core = core_of(module, attention)
     if core is None:
         _past(module, None, key)
+        _refuse(type(module).__name__, others, LEFT_OUT_BY_SDPA)
         return _softmax(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, others
         )
@@ -88,18 +104,16 @@ def attention_forward(
         shape = list(attention_mask.shape)
         raise ValueError(
             f"{layer_name} got a mask per query-key pair, attention_mask {shape}, which no "
-            "linear attention can apply: a 4-D mask, packed sequences (position_ids "
-            "that start again), a sliding or chunked window, a prefix, or a static cache. Pass a "
-            "2-D padding mask, pad instead of packing, use the default cache, or keep softmax "
-            'there with lln.hf.replace(..., layers="global"), which leaves windows alone'
+            "linear attention can apply: a 4-D mask, a bias of relative positions, packed "
+            "sequences (position_ids that start again, or in a compiled model position_ids without "
+            "a mask), a sliding or chunked window, a prefix, or a static cache. Pass a 2-D padding "
+            "mask, switch the bias off in the config, pad instead of packing, use the default "
+            'cache, or keep softmax there with lln.hf.replace(..., layers="global"), which leaves '
+            "windows alone"
         )
-    for argument, meaning in REFUSED.items():
-        if others.get(argument) is not None:
-            raise ValueError(
-                f"{layer_name} asks for {meaning}, {argument}={_short(others[argument])}, which "
-                "linear attention cannot serve; switch it off in the config, or keep softmax in "
-                "this layer with lln.hf.replace(..., layers=...)"
-            )
+    _refuse(layer_name, others, tuple(REFUSED))
+    if isinstance(core, LLNCore):
+        _check_sizes(core, query, key)
     if scaling is not None and scaling != query.shape[-1] ** -0.5:
         # Moment matching and the diagonal branch assume scores of q·k/√d.
         query = query * (scaling * query.shape[-1] ** 0.5)
@@ -125,6 +139,36 @@ def attention_forward(
     query_mask = None if seen.key_mask is None else seen.key_mask[:, -query.shape[2] :]
     lesson.hear(answer, (query, key, value), out, query_mask)
     return out.transpose(1, 2), None
+
+
+def _refuse(layer_name: str, others: dict[str, Any], arguments: tuple[str, ...]) -> None:
+    """Raise for arguments that would be left out."""
+    for argument in arguments:
+        value = others.get(argument)
+        one_sequence = argument.startswith("cu_seq_lens") and value is not None and len(value) <= 2
+        if value is not None and not one_sequence:
+            remedy = (
+                "keep the model as it is: softmax layers beside linear ones would leave it out"
+                if argument in LEFT_OUT_BY_SDPA
+                else "keep softmax in this layer with lln.hf.replace(..., layers=...)"
+            )
+            raise ValueError(
+                f"{layer_name} asks for {REFUSED[argument]}, {argument}={_short(value)}, which "
+                "linear attention cannot serve; switch it off in the config or the call, or "
+                + remedy
+            )
+
+
+def _check_sizes(core: LLNCore, query: Tensor, key: Tensor) -> None:
+    """Scales and the diagonal branch depend on the width: it must be that of the layer."""
+    made = (core.num_heads, core.num_kv_heads, core.head_dim)
+    found = (query.shape[1], key.shape[1], query.shape[3])
+    if made != found:
+        raise ValueError(
+            f"{core.place.name} has {found[0]} query heads, {found[1]} key heads of width "
+            f"{found[2]}, but its config says {made[0]}, {made[1]}, {made[2]}; keep softmax in "
+            "this layer with lln.hf.replace(..., layers=...)"
+        )
 
 
 def _lln(

@@ -15,7 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from lln import zoo
 from lln.hf import core as cores
 from lln.hf.cache import use_states
-from lln.hf.positions import follow_padding
+from lln.hf.positions import follow_padding, owner_of
 from lln.hf.register import MIXED, implementation_name, register
 from lln.hf.swap import SwappedAttention
 from lln.moments import MomentFit
@@ -143,6 +143,7 @@ def replace(
             layer_index=number,
             num_layers=len(places),
             max_length=max_length or 0,
+            causal=cores.is_causal(module, owner_of(model, path)),
         )
         built[path] = _build(attention, entry, place, module, model, options)
     for path, new in built.items():
@@ -220,6 +221,11 @@ def _build(
 ) -> nn.Module:
     if isinstance(module, SwappedAttention) or "lln" in module._modules:
         raise ValueError(f"{place.name} was replaced already; undo that first, or choose layers=")
+    if getattr(module, "indexer", None) is not None:
+        raise ValueError(
+            f"{place.name} chooses the keys of every query by an indexer, which no other attention "
+            "can apply; keep the model as it is"
+        )
     like: Tensor = next(module.parameters())
     if cores.is_core(entry):
         new = cores.build(attention, place, **options)
