@@ -169,3 +169,20 @@ def test_micro_batches_are_parts_of_the_batch(accumulation):
     engine.update(0, loss)
     assert [len(x) for x in seen] == [8 // accumulation] * accumulation
     assert torch.equal(torch.cat(seen), whole)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_batch_without_terms_changes_nothing_and_breaks_nothing(accumulation):
+    """As rows of which no token was masked: a mean over nothing, which is not to be NaN."""
+
+    class Nothing(Normed):
+        def loss(self, model, batch):
+            total, terms = super().loss(model, batch)
+            return 0 * total, 0 * terms
+
+    engine = engine_of(task=Nothing, accumulation=accumulation, weight_decay=0.0)
+    before = [parameter.detach().clone() for parameter in engine.model.parameters()]
+    engine.update(0)
+    assert engine.gradient_norm() == 0 and engine.read_sums() == [0, 0, 0]
+    for parameter, weight in zip(engine.model.parameters(), before, strict=True):
+        assert torch.equal(parameter, weight)

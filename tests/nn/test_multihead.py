@@ -43,6 +43,17 @@ def inputs(options, queries=5, keys=7, batch=2):
     return [embeddings(batch, n, w, seed=w + n) for n, w in zip(lengths, widths, strict=True)]
 
 
+@pytest.mark.parametrize("options", PROJECTIONS, ids=str)
+def test_fresh_weights_are_those_of_torch(options):
+    """The same laws: biases at 0, matrices by Xavier, up to the random numbers."""
+    torch.manual_seed(0)
+    ours = dict(LLNMultiheadAttention(64, 2, **options).named_parameters())
+    for name, theirs in nn.MultiheadAttention(64, 2, **options).named_parameters():
+        assert ours[name].shape == theirs.shape
+        assert ours[name].std().item() == pytest.approx(theirs.std().item(), rel=0.3), name
+        assert ours[name].mean().item() == pytest.approx(theirs.mean().item(), abs=0.1), name
+
+
 def test_signatures_extend_those_of_torch():
     def arguments(function):
         return list(inspect.signature(function).parameters.values())

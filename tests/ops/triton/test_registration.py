@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lln.ops import triton as kernels
+from lln.ops.triton import library
 from lln.protocols import Call
 
 Q, K, ALPHA, BETA = (2, 2, 20, 16), (2, 1, 20, 16), (2, 2), (2, 1)
@@ -26,6 +27,10 @@ def arguments(name: str, device: str) -> tuple:
     packed = [x[0].transpose(0, 1).detach().requires_grad_() for x in (q, k, v)]
     step = [x[:, :, :1].detach() for x in (q, k, v)]
     return {
+        "bidirectional": (*(x.detach() for x in (q, k, v, alpha, beta)), mask, False),
+        "lln_diag": (
+            *(x.detach() for x in (q, k, v, alpha, beta)), None, mask, 16, 0.2, False,
+        ),
         "bidirectional_train": (q, k, v, alpha, beta, mask, False),
         "summarize": (k, v, beta, mask, True),
         "read": (q, log_mass, mean, alpha),
@@ -45,6 +50,7 @@ def arguments(name: str, device: str) -> tuple:
 OPS = (
     *("bidirectional_train", "summarize", "read", "lln_diag_train", "block_diagonal"),
     *("causal", "varlen", "decode", "standard_deviations", "match"),
+    *("bidirectional", "lln_diag"),  # without gradients
 )
 
 
@@ -59,6 +65,13 @@ def operator(name: str) -> torch._ops.OpOverload:
 def test_opcheck(name, device):
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(operator(name), arguments(name, device), test_utils=utilities)
+
+
+def test_every_operator_is_checked():
+    operator(OPS[0])  # imports all
+    defined = {name.removeprefix("lln::") for name in library._LIBRARY._op_defs}
+    forward = {name for name in defined if not name.endswith("_backward")}
+    assert forward == {*OPS, "convolution"}  # that one in test_convolution.py
 
 
 @pytest.mark.parametrize("name", ["bidirectional", "causal", "lln_diag"])
