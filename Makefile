@@ -72,7 +72,7 @@ docs: install  ## the documentation as a site, with the API: build/docs/site/ind
 	$(BIN)/python -m sphinx --fail-on-warning --quiet -c docs/site docs build/docs
 
 fuzz: install  ## the property tests with many more examples
-	HYPOTHESIS_PROFILE=fuzz $(PYTEST) tests/test_properties.py tests/hf/test_hf_properties.py
+	HYPOTHESIS_PROFILE=fuzz $(PYTEST) -m "not gpu" tests/test_properties*.py tests/hf/test_hf_properties.py
 
 mutation: install  ## 240 small changes of the source: do the tests notice? build/mutation.jsonl
 	$(BIN)/python -m tests.mutation --jobs $(JOBS)
