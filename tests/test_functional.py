@@ -340,3 +340,34 @@ def test_a_stream_of_no_samples():
     out, state = lln.prefill(q, k, v, alpha=2.0, beta=2.0)
     out, state = lln.prefill(q, k, v, state, alpha=2.0, beta=2.0)
     assert out.shape == q.shape and len(state.mean) == 0
+
+
+@pytest.mark.parametrize("pieces", [(12,), (5, 7), (11, 1)], ids=str)
+def test_a_stream_does_not_keep_masked_keys(pieces):
+    q, k, v = random_qkv(2, 2, 12)
+    alpha, beta = random_scales(2, 2, 2)
+    mask = torch.rand(2, 12) > 0.4
+    state, start = None, 0
+    for size in pieces:
+        part = slice(start, start + size)
+        given = [x[:, :, part] for x in (q, k, v)]
+        options = {"alpha": alpha, "beta": beta, "key_mask": mask[:, part]}
+        _, state = lln.prefill(*given, state, **options)
+        start += size
+    expected = lln.summarize(k, v, beta=beta, key_mask=mask)
+    torch.testing.assert_close(state.mean, expected.mean)
+    torch.testing.assert_close(state.log_mass, expected.log_mass)
+
+
+@pytest.mark.parametrize(
+    ("name", "mask", "error"),
+    [
+        ("key_mask", torch.ones(2, 11, dtype=torch.bool), ValueError),
+        ("key_mask", torch.ones(2, 12), TypeError),
+        ("query_mask", torch.ones(1, 12, dtype=torch.bool), ValueError),
+    ],
+)
+def test_masks_are_checked_with_explicit_scales_too(name, mask, error):
+    q, k, v = random_qkv(2, 2, 12)
+    with pytest.raises(error, match=f"^{name} "):
+        lln.attention(q, k, v, alpha=2.0, beta=2.0, **{name: mask})

@@ -87,6 +87,19 @@ def test_lln_diag(is_causal, queries, keys, dtype):
     compare(lln_diag, reference.lln_diag, tensors, dtype, **options)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_reference_masks_both_branches(is_causal):
+    q, k, v = random_qkv(2, 4, 40, key_heads=2)
+    alpha, beta = random_scales(2, 4, 2)
+    mask = torch.rand(2, 40) > 0.5
+    options = {"block": 16, "scale": 0.4, "key_mask": mask, "is_causal": is_causal}
+    linear = OPS["causal" if is_causal else "bidirectional"][1]
+    expected = linear(q, k, v, alpha=alpha, beta=beta, key_mask=mask)
+    expected = (expected + reference.block_diagonal(q, k, v, **options)) / 2
+    for op in (reference.lln_diag, lln_diag):
+        torch.testing.assert_close(op(q, k, v, alpha=alpha, beta=beta, **options), expected)
+
+
 def test_learned_mix_moves_between_the_branches():
     q, k, v = random_qkv(2, 3, 40)
     alpha, beta = random_scales(2, 3, 3)

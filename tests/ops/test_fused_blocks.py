@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -94,3 +96,14 @@ def test_what_torch_has_no_kernel_for_goes_the_other_way(monkeypatch):
     eager.block_diagonal(q.to("meta"), k.to("meta"), v.to("meta"), **options)
     with pytest.raises(AssertionError, match="not for these"):
         eager.block_diagonal(q, k, v, **options)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_groups_of_one_block_are_the_whole(is_causal, monkeypatch):
+    """What is too large for one group is cut down to single blocks."""
+    q, k, v = (torch.randn(2, 3, 70, 8, dtype=torch.float64) for _ in range(3))
+    mask = torch.rand(2, 70) > 0.3
+    whole = block_diagonal_op(q, k, v, mask, None, 16, 0.3, is_causal, True)
+    monkeypatch.setattr(sys.modules["lln.ops.eager.block_diagonal"], "_GROUP_ELEMENTS", 1)
+    cut = block_diagonal_op(q, k, v, mask, None, 16, 0.3, is_causal, True)
+    torch.testing.assert_close(cut, whole)
