@@ -133,7 +133,8 @@ class StateLayer(CacheLayerMixin):
             weight = torch.as_tensor(weight, dtype=wide, device=q.device).expand(q.shape[1])
             out = torch.lerp(local, out, weight[:, None, None])
         if self.last is not None and core.conv_weight is not None:
-            near = convolve_next(hide(v, key_mask).to(wide), core.conv_weight, self.last)
+            seen = hide(v, key_mask).to(wide)
+            near = convolve_next(seen, core.conv_weight, self.last, impl=core.impl)
             out = out + core.for_queries(near)
         return out.to(q.dtype)
 
@@ -141,7 +142,8 @@ class StateLayer(CacheLayerMixin):
         self._keys = self.values = None
         _, beta = core.scales()
         normalize = core.statistics.matching.normalize_keys
-        new = summarize(k, v, beta=beta, key_mask=key_mask, normalize_keys=normalize)
+        masks = {"key_mask": key_mask, "normalize_keys": normalize}
+        new = summarize(k, v, beta=beta, impl=core.impl, **masks)
         self.state = new if self.state is None else self.state.merge(new)
         if core.diag_block is not None:
             block = self.block or OpenBlock.empty(k, v, core.diag_block)

@@ -260,6 +260,7 @@ def test_inputs_of_wrong_shape_are_refused():
         ((q[None], k, v), r"query has shape \[1, 2, 5, 8\]"),
         ((q, k[0], v), r"key has shape \[7, 6\]"),
         ((q, v, v), r"key has shape \[2, 7, 8\].*size 6"),
+        ((q, k, k), r"value has shape \[2, 7, 6\].*size 8"),
         ((q[:1], k, v), "key has batch size 2, query has 1"),
         ((q, k, v[:, :6]), r"key has shape \[2, 7, 6\] and value \[2, 6, 8\]"),
     ):
@@ -313,6 +314,17 @@ def test_calibrate_projects_before_measuring():
     torch.testing.assert_close(layer.attention.statistics.alpha, same.statistics.alpha)
     torch.testing.assert_close(layer.attention.statistics.beta, same.statistics.beta)
     assert not torch.equal(same.statistics.beta, torch.full((2,), same.statistics.beta[0].item()))
+
+
+def test_calibrate_takes_one_sequence_with_its_padding():
+    layer = LLNMultiheadAttention(8, 2, batch_first=True, statistics="fixed")
+    x = embeddings(1, 7, 8)
+    padded = ~padding([4], 7)
+    layer.calibrate_(x[0], key_padding_mask=padded[0])
+    alone = copy.deepcopy(layer).calibrate_(x[:, :4])
+    torch.testing.assert_close(layer.attention.scales(), alone.attention.scales())
+    batch = copy.deepcopy(layer).calibrate_(x, key_padding_mask=padded)
+    assert torch.equal(layer.attention.statistics.alpha, batch.attention.statistics.alpha)
 
 
 def test_reset_draws_new_weights():
