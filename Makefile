@@ -66,7 +66,7 @@ bench: install  ## time and memory on this CPU, rows into results/
 	$(BIN)/lln bench
 
 readme: install  ## rewrite the measured block of README.md from results/
-	$(BIN)/python -m lln.report.readme
+	$(BIN)/python -m lln.study.paper.pages.readme
 
 docs: install  ## the documentation as a site, with the API: build/docs/site/index.html
 	$(BIN)/python -m sphinx --fail-on-warning --quiet -c docs/site docs build/docs

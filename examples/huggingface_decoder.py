@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import lln.data
 import lln.hf
+import lln.study.data.bundled
 
 TOKENS = 96
-TEXT = lln.data.text()
+TEXT = lln.study.data.bundled.text()
 LETTERS = sorted(set(TEXT))
 IDS = torch.tensor([LETTERS.index(letter) for letter in TEXT[:50_000]])
 

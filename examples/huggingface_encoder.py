@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForMaskedLM, RobertaConfig, RobertaForMaskedLM
 
-import lln.data
 import lln.hf
+import lln.study.data.bundled
 
 TOKENS, MASK, PAD = 64, 1, 0
-TEXT = lln.data.text()
+TEXT = lln.study.data.bundled.text()
 LETTERS = sorted(set(TEXT))
 IDS = torch.tensor([LETTERS.index(letter) + 2 for letter in TEXT[:50_000]])
 

@@ -16,14 +16,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "lln.cli", *arguments], cwd=cwd, capture_output=True, text=True
+        [sys.executable, "-m", "lln.cli.app", *arguments], cwd=cwd, capture_output=True, text=True
     )
 
 
 def test_help_lists_the_commands_and_loads_nothing_heavy():
     code = (
-        "import sys; from lln import cli\n"
-        "try: cli.app(['--help'])\n"
+        "import sys; from lln.cli import app\n"
+        "try: app.app(['--help'])\n"
         "except SystemExit as end: assert not end.code\n"
         "print(*sys.modules)"
     )
@@ -42,7 +42,7 @@ def in_process(*arguments: str):
     """Without a second import of torch; enough where no module must stay unloaded."""
     from typer.testing import CliRunner
 
-    from lln import cli
+    from lln.cli import app as cli
 
     return CliRunner().invoke(cli.app, list(arguments))
 
@@ -80,8 +80,8 @@ def test_what_is_unknown_is_refused(arguments, named):
 
 
 def test_bench_writes_rows_and_prints_ratios(tmp_path, monkeypatch):
-    from lln.bench import cpu, sweep
-    from lln.bench.cases import Case
+    from lln.study.bench import cpu, sweep
+    from lln.study.bench.cases import Case
 
     small = [
         Case("bidirectional", impl, N, H=1, D=8) for impl in ("sdpa", "eager") for N in (64, 128)
@@ -96,7 +96,7 @@ def test_bench_writes_rows_and_prints_ratios(tmp_path, monkeypatch):
 
 
 def test_bench_stops_with_status_1_when_an_answer_is_wrong(tmp_path, monkeypatch, capsys):
-    from lln.bench import cases, cpu
+    from lln.study.bench import cases, cpu
 
     monkeypatch.setitem(cases.RUNNERS, ("bidirectional", "sdpa"), lambda q, k, v: v)
     wrong = [cases.Case("bidirectional", "sdpa", 64, D=8)]

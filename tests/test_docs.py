@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lln.report import readme
+from lln.study.paper.pages import readme
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -66,12 +66,12 @@ def test_functions_in_the_table_of_equations_exist():
 
 def test_the_tree_in_the_readme_is_the_tree():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    tree = re.search(r"^```\nlln/\n(.*?)^docs/", text, flags=re.M | re.S)
+    tree = re.search(r"^```\nlln/ [^\n]*\n(.*?)^docs/", text, flags=re.M | re.S)
     assert tree is not None
     shown = {word.strip("/") for word in re.findall(r"^  (\w[\w./]*)", tree[1], flags=re.M)}
     for part in shown:
         assert (ROOT / "lln" / part).exists(), f"the tree shows {part}"
-    small = {"__init__.py", "protocols.py", "files.py", "py.typed", "__pycache__"}
+    small = {"__init__.py", "protocols.py", "py.typed", "__pycache__"}
     present = {path.name for path in (ROOT / "lln").iterdir()} - small
     assert present <= shown, f"missing in the tree: {sorted(present - shown)}"
 
@@ -84,7 +84,7 @@ def test_measured_blocks_are_what_the_rows_say():
 @pytest.mark.slow
 def test_the_fitted_lines_are_those_that_are_printed():
     from lln.moments import PAPER, fit_line
-    from lln.verify.laws import published_constants
+    from lln.study.paper.verify.laws import published_constants
 
     def words(value: float) -> str:
         return f"{value:.3f}".replace("-", "−")

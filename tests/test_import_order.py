@@ -12,99 +12,95 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "lln"
 
-# layer -> layers of lln it may import. The table is the whole plan: some layers do not exist yet.
-LAYERS: dict[str, set[str]] = {
-    "files": set(),
-    "data": set(),
+# layer -> layers of lln it may import. "study" holds the experiments: nothing but itself and the
+# command imports it.
+LIBRARY: dict[str, set[str]] = {
+    "records": set(),
+    "device": set(),
     "protocols": set(),
     "ops": {"protocols"},
     "moments": {"ops", "protocols"},
     "functional": {"ops", "moments", "protocols"},
-    "instruments": {"ops", "moments", "protocols", "files"},
+    "instruments": {"ops", "moments", "protocols", "records"},
     "nn": {"functional", "ops", "moments", "protocols"},
     "baselines": {"functional", "ops", "moments", "protocols"},
     "zoo": {"nn", "baselines", "protocols"},
-    "models": {"zoo", "nn", "ops", "instruments", "protocols"},
     "hf": {"zoo", "nn", "functional", "moments", "ops", "instruments", "protocols"},
     "distributed": {"functional", "moments", "ops", "protocols"},
-    "report": {"files"},
-    "bench": {
-        *("zoo", "models", "hf", "functional", "instruments"),
-        *("ops", "moments", "report", "files"),
+}
+# Tables, plots and pages never import what is being judged: they are made from rows.
+STUDY: dict[str, set[str]] = {
+    "study.plots": set(),
+    "study.page": set(),
+    "study.paper": set(),
+    "study.paper.tables": {"study.paper", "study.plots"},
+    "study.train": {"device", "instruments", "records"},
+    "study.data": {"study.train", "device", "records"},
+    "study.tasks": {"study.data", "study.train", "hf", "zoo", "records"},
+    "study.sweep": {"study.tasks", "study.data", "study.train", "records"},
+    "study.bench": {"study.plots", *set(LIBRARY) - {"nn", "baselines", "distributed"}},
+    "study.inspect": {
+        *("study.bench", "study.data", "study.page", "study.plots"),
+        *("hf", "instruments", "moments", "ops", "records"),
     },
-    "demo": {"bench", "experiments", "instruments", "moments", "ops", "report", "files"},
-    "figures": {"bench", "instruments", "functional", "moments", "ops", "report", "files", "data"},
-    "verify": {"figures", "instruments", "moments", "ops"},
-    "inspection": {"bench", "hf", "instruments", "moments", "ops", "report", "files", "data"},
-    "experiments": {"bench", "models", "hf", "zoo", "instruments", "data", "files"},
-    "cli_bench": {"bench"},
-    "cli_train": {"experiments", "nn"},
-    "cli_classify": {"cli_train", "experiments"},
-    "cli": {
-        "cli_bench",
-        "cli_train",
-        "cli_classify",
-        "demo",
-        "inspection",
-        "bench",
-        "figures",
-        "verify",
-        "zoo",
-        "instruments",
-        "experiments",
-        "report",
-        "files",
+    "study.paper.figures": {
+        *("study.bench", "study.data", "study.page", "study.paper", "study.paper.tables"),
+        *("study.plots", "functional", "instruments", "moments", "ops", "records"),
+    },
+    "study.paper.verify": {"study.paper.figures", "instruments", "moments", "ops"},
+    "study.paper.pages": {
+        *("study.paper", "study.paper.tables", "study.paper.figures"),
+        *("study.page", "study.plots", "records"),
+    },
+    "study.demo": {
+        *("study.bench", "study.tasks", "study.data", "study.train", "study.page", "study.plots"),
+        *("device", "instruments", "moments", "ops", "records"),
     },
 }
+LAYERS = {**LIBRARY, **STUDY, "cli": {*STUDY, "zoo", "nn", "instruments", "records"}}
 
 # layer -> third-party packages it may import at all
 ALWAYS_PRESENT = {"torch", "numpy", "jaxtyping"}
+TRAINING = {"transformers", "accelerate", "safetensors", "tokenizers"}
 THIRD_PARTY: dict[str, set[str]] = {
-    "files": set(),
-    "data": set(),
-    "protocols": ALWAYS_PRESENT,
-    "ops": ALWAYS_PRESENT,
+    **dict.fromkeys(LAYERS, ALWAYS_PRESENT),
     "moments": ALWAYS_PRESENT | {"scipy"},
-    "functional": ALWAYS_PRESENT,
     "instruments": ALWAYS_PRESENT | {"scipy"},
-    "nn": ALWAYS_PRESENT,
-    "baselines": ALWAYS_PRESENT,
-    "zoo": ALWAYS_PRESENT,
-    "models": ALWAYS_PRESENT,
     "hf": ALWAYS_PRESENT | {"transformers", "safetensors"},
-    "distributed": ALWAYS_PRESENT,
-    "report": {"matplotlib", "jinja2", "markupsafe"},
-    "bench": ALWAYS_PRESENT | {"rich", "triton", "transformers"},
-    "demo": ALWAYS_PRESENT | {"rich"},
-    "inspection": ALWAYS_PRESENT | {"rich", "transformers"},
-    "figures": ALWAYS_PRESENT | {"rich"},
-    "verify": ALWAYS_PRESENT | {"rich"},
-    "experiments": ALWAYS_PRESENT
-    | {"transformers", "accelerate", "safetensors", "tokenizers", "sklearn", "scipy", "tensorboard"}
-    | {"rich", "PIL"},
-    "cli_bench": {"typer"},
-    "cli_train": {"typer"},
-    "cli_classify": {"typer"},
+    "study.plots": {"matplotlib"},
+    "study.page": {"jinja2", "markupsafe"},
+    "study.paper": set(),
+    "study.paper.tables": set(),
+    "study.paper.figures": ALWAYS_PRESENT | {"rich"},
+    "study.paper.verify": ALWAYS_PRESENT | {"rich"},
+    "study.paper.pages": set(),
+    "study.train": ALWAYS_PRESENT | TRAINING | {"rich", "tensorboard"},
+    "study.data": ALWAYS_PRESENT | TRAINING | {"rich", "PIL", "sklearn"},
+    "study.tasks": ALWAYS_PRESENT | TRAINING | {"rich", "sklearn", "scipy"},
+    "study.sweep": ALWAYS_PRESENT | {"rich"},
+    "study.bench": ALWAYS_PRESENT | {"rich", "triton", "transformers"},
+    "study.inspect": ALWAYS_PRESENT | {"rich", "transformers"},
+    "study.demo": ALWAYS_PRESENT | {"rich"},
     "cli": {"typer", "rich"},
 }
 
 # Files that load only on demand and therefore may import an extra at their top.
 EXTRAS_AT_THE_TOP = {
-    "cli.py": {"typer"},
-    "cli_bench.py": {"typer"},
-    "cli_train.py": {"typer"},
-    "cli_classify.py": {"typer"},
-    "bench/cpu.py": {"rich"},
-    "bench/first.py": {"rich"},
-    "bench/gpu.py": {"rich"},
-    "bench/monitor.py": {"rich"},
-    "bench/resources.py": {"rich"},
-    "bench/tiles.py": {"rich"},
-    "bench/zoo.py": {"rich"},
-    "demo/run.py": {"rich"},
-    "inspection/run.py": {"rich"},
-    "figures/run.py": {"rich"},
-    "verify/run.py": {"rich"},
+    "cli/app.py": {"typer"},
+    "cli/bench.py": {"typer"},
+    "cli/train.py": {"typer"},
+    "cli/classify.py": {"typer"},
+    "study/bench/cpu.py": {"rich"},
+    "study/bench/gpu.py": {"rich"},
+    "study/bench/monitor.py": {"rich"},
+    "study/bench/zoo.py": {"rich"},
+    "study/bench/kernels/first.py": {"rich"},
+    "study/bench/kernels/resources.py": {"rich"},
+    "study/bench/kernels/tiles.py": {"rich"},
+    "study/demo/run.py": {"rich"},
+    "study/inspect/run.py": {"rich"},
+    "study/paper/figures/run.py": {"rich"},
+    "study/paper/verify/run.py": {"rich"},
 }
 # Folders that exist for one package, and that nothing else imports unless it is wanted.
 FOLDERS_OF = {"ops/triton/": {"triton"}, "hf/": {"transformers"}}
@@ -114,8 +110,15 @@ def modules() -> list[Path]:
     return sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
-def layer_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def layer_of(module: str) -> str | None:
+    """The layer of a dotted name inside lln: the longest entry of the table that it begins with."""
+    parts = module.split(".")
+    begun = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((name for name in begun if name in LAYERS), None)
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:
@@ -139,9 +142,14 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
 
 
 def test_every_module_has_its_place():
-    names = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in modules()}
-    assert names <= set(LAYERS), f"not in the table: {sorted(names - set(LAYERS))}"
+    lost = [name for path in modules() if layer_of(name := name_of(path)) is None]
+    assert lost in ([], ["study.__init__"]), f"not in the table: {lost}"
     assert set(LAYERS) == set(THIRD_PARTY)
+
+
+def test_the_library_does_not_know_the_study():
+    for layer, below in LIBRARY.items():
+        assert below <= set(LIBRARY), layer
 
 
 def test_the_table_has_no_cycle():
@@ -150,20 +158,20 @@ def test_the_table_has_no_cycle():
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_down(path: Path):
-    layer = layer_of(path)
+    layer = layer_of(name_of(path))
     for name, _ in imports(path):
-        root, *rest = name.split(".")
-        if root != "lln" or not rest:
-            continue
-        if rest[0] in LAYERS:
-            assert rest[0] == layer or rest[0] in LAYERS[layer], f"{layer} must not import {name}"
+        root, _, inside = name.partition(".")
+        below = layer_of(inside) if root == "lln" else None
+        if below is not None and layer is not None:
+            assert below == layer or below in LAYERS[layer], f"{layer} must not import {name}"
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_third_party_packages_stay_in_their_layer(path: Path):
     inside = str(path.relative_to(PACKAGE))
     own = next((own for folder, own in FOLDERS_OF.items() if inside.startswith(folder)), set())
-    allowed = THIRD_PARTY[layer_of(path)] | own
+    layer = layer_of(name_of(path))
+    allowed = (THIRD_PARTY[layer] if layer else set()) | own
     at_the_top = ALWAYS_PRESENT | own | EXTRAS_AT_THE_TOP.get(inside, set())
     for name, when_imported in imports(path):
         root = name.split(".")[0]

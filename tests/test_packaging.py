@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import lln
-import lln.data
+import lln.study.data.bundled
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -72,7 +72,7 @@ def test_version_is_the_one_of_the_changelog():
 
 
 def test_the_text_comes_with_the_package():
-    text = lln.data.text()
+    text = lln.study.data.bundled.text()
     assert len(text) == 1_115_394
     assert text.startswith("First Citizen:\nBefore we proceed any further, hear me speak.")
 
@@ -90,6 +90,10 @@ def test_wheel_contains_code_data_types_template_and_nothing_else(tmp_path):
     }
     packaged = {name for name in names if ".dist-info/" not in name}
     assert packaged == source
-    expected = {"lln/py.typed", "lln/data/tinyshakespeare.txt.xz", "lln/report/templates/page.html"}
+    expected = {
+        "lln/py.typed",
+        "lln/study/data/bundled/tinyshakespeare.txt.xz",
+        "lln/study/templates/page.html",
+    }
     assert expected <= packaged
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)

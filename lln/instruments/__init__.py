@@ -13,7 +13,6 @@ from lln.instruments.flops import flop_counter
 from lln.instruments.kernels import KERNELS
 from lln.instruments.lognormal import LogNormalFit, fit_lognormal
 from lln.instruments.monitor import monitor
-from lln.instruments.rows import read_rows
 from lln.instruments.spectral_gap import (
     CausalMatrixWarning,
     centred_singular_value,
@@ -22,6 +21,7 @@ from lln.instruments.spectral_gap import (
 )
 from lln.instruments.temperature import lln_temperature, temperature
 from lln.instruments.variance import log_variance, row_variance
+from lln.records.rows import read_rows
 
 __all__ = [
     "KERNELS",

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from lln.instruments.calls import AttentionCall
 from lln.instruments.concentration import MEASURES
 from lln.instruments.hooks import attention_calls
-from lln.instruments.rows import Row, RowFile, number
 from lln.ops.arguments import check_positive_int, no_autocast
 from lln.ops.reference import repeat_heads
+from lln.records.rows import Row, RowFile, number
 
 DEFAULT_MEASURES = ("entropy", "effective_tokens", "column_bias", "temperature", "log_variance")
 NOTHING_FOUND = (

@@ -76,7 +76,7 @@ class Curve(NamedTuple):
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """What :func:`lln.ops.triton.matching.match` knows of it, beside the coefficients."""
+        """What the kernel of the match knows of it, beside the coefficients."""
         limit, _, stretch, bound, top = self.shape
         return limit, stretch, 1 / bound, top, 2 / self.end, self.end_slope / top
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lln
-from lln.bench import layers
+from lln.study.bench import layers
 from tests.baselines.small import for_compiler, make, padded
 from tests.generated import check_generated_code
 

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lln.moments import (
-    PAPER,
-    calibrate,
-    match_moments,
-    score_variance,
-    standard_deviations,
-)
+from lln.moments import PAPER, calibrate, match_moments, score_variance, standard_deviations
 from tests.helpers import random_qkv
 
 METHODS = ("paper", "variance", "entropy", PAPER)

@@ -14,8 +14,8 @@ TILES = f"tests/ops/test_causal_tiles.py {OPS} {CALLS}"
 TRITON = "tests/ops/triton"
 CORE = "tests/nn/test_attention.py tests/nn/test_running.py tests/nn/test_dropout.py"
 LAYER = "tests/nn/test_multihead.py tests/nn/test_transformer_layers.py"
-ENGINE = "tests/experiments/test_engine.py tests/experiments/test_loop.py"
-TRAINING = f"{ENGINE} tests/experiments/test_resume.py"
+ENGINE = "tests/study/train/test_engine.py tests/study/train/test_loop.py"
+TRAINING = f"{ENGINE} tests/study/train/test_resume.py"
 # A file or folder -> its tests; the longest match counts. Not here: experiments/graph.py, which
 # needs a GPU.
 TESTS = {
@@ -33,24 +33,24 @@ TESTS = {
     "lln/ops/eager/causal_backward.py": TILES,
     "lln/ops/triton": f"{TRITON}/test_registration.py {TRITON}/test_bounds.py "
     f"{TRITON}/test_state.py {TRITON}/test_bidirectional.py",
-    "lln/ops/triton/_convolution.py": f"{TRITON}/test_convolution.py",
-    "lln/ops/triton/_causal.py": f"{TRITON}/test_causal.py {TRITON}/test_prefill.py",
-    "lln/ops/triton/launch_causal.py": f"{TRITON}/test_causal.py {TRITON}/test_prefill.py",
-    "lln/ops/triton/_block_diagonal.py": f"{TRITON}/test_lln_diag.py",
-    "lln/ops/triton/_lln_diag.py": f"{TRITON}/test_lln_diag.py",
-    "lln/ops/triton/launch_diag.py": f"{TRITON}/test_lln_diag.py",
-    "lln/ops/triton/_varlen.py": f"{TRITON}/test_varlen.py",
-    "lln/ops/triton/launch_packed.py": f"{TRITON}/test_varlen.py",
-    "lln/ops/triton/_decode.py": f"{TRITON}/test_decode.py {TRITON}/test_prefill.py",
-    "lln/ops/triton/statistics.py": f"{TRITON}/test_statistics.py",
-    "lln/ops/triton/matching.py": f"{TRITON}/test_matching.py",
+    "lln/ops/triton/taps/convolution.py": f"{TRITON}/test_convolution.py",
+    "lln/ops/triton/triangle/causal.py": f"{TRITON}/test_causal.py {TRITON}/test_prefill.py",
+    "lln/ops/triton/triangle/launch.py": f"{TRITON}/test_causal.py {TRITON}/test_prefill.py",
+    "lln/ops/triton/blocks/block_diagonal.py": f"{TRITON}/test_lln_diag.py",
+    "lln/ops/triton/blocks/lln_diag.py": f"{TRITON}/test_lln_diag.py",
+    "lln/ops/triton/blocks/launch.py": f"{TRITON}/test_lln_diag.py",
+    "lln/ops/triton/linear/varlen.py": f"{TRITON}/test_varlen.py",
+    "lln/ops/triton/linear/launch_packed.py": f"{TRITON}/test_varlen.py",
+    "lln/ops/triton/linear/decode.py": f"{TRITON}/test_decode.py {TRITON}/test_prefill.py",
+    "lln/ops/triton/moments/statistics.py": f"{TRITON}/test_statistics.py",
+    "lln/ops/triton/moments/matching.py": f"{TRITON}/test_matching.py",
     "lln/moments": "tests/moments tests/test_bad_input.py",
     "lln/nn": f"{CORE} {LAYER} tests/nn/test_meta.py tests/nn/test_conv.py",
-    "lln/experiments/engine.py": TRAINING,
-    "lln/experiments/loop.py": TRAINING,
-    "lln/experiments/config.py": TRAINING,
-    "lln/experiments/checkpoint.py": TRAINING,
-    "lln/experiments/seeds.py": f"tests/experiments/test_seeds.py {TRAINING}",
+    "lln/study/train/engine.py": TRAINING,
+    "lln/study/train/loop.py": TRAINING,
+    "lln/study/train/config.py": TRAINING,
+    "lln/study/train/checkpoint.py": TRAINING,
+    "lln/study/train/seeds.py": f"tests/study/train/test_seeds.py {TRAINING}",
 }
 
 

@@ -10,13 +10,7 @@ from lln.ops.bidirectional import bidirectional
 from lln.ops.block_diagonal import block_diagonal
 from lln.ops.causal import causal
 from lln.ops.lln_diag import lln_diag
-from tests.helpers import (
-    LENGTHS,
-    assert_matches,
-    random_qkv,
-    random_scales,
-    run_with_grads,
-)
+from tests.helpers import LENGTHS, assert_matches, random_qkv, random_scales, run_with_grads
 
 OPS = {
     "bidirectional": (bidirectional, reference.bidirectional),

@@ -18,17 +18,17 @@ from lln.ops.triton.tiles import block_fits, causal_fits
 from lln.protocols import HALF, Call
 
 _MODULES = {
-    "bidirectional": "_bidirectional",
-    "block_diagonal": "_block_diagonal",
-    "causal": "_causal",
-    "convolution": "_convolution",
-    "lln_diag": "_lln_diag",
-    "decode": "_decode",
-    "match": "matching",
-    "summarize": "state",
-    "read": "state",
-    "standard_deviations": "statistics",
-    "varlen": "_varlen",
+    "bidirectional": "linear.bidirectional",
+    "summarize": "linear.state",
+    "read": "linear.state",
+    "varlen": "linear.varlen",
+    "decode": "linear.decode",
+    "causal": "triangle.causal",
+    "block_diagonal": "blocks.block_diagonal",
+    "lln_diag": "blocks.lln_diag",
+    "convolution": "taps.convolution",
+    "standard_deviations": "moments.statistics",
+    "match": "moments.matching",
 }
 INSTALLED = importlib.util.find_spec("triton") is not None  # a constant, for torch.compile
 WIDTHS = (16, 32, 48, 64, 80, 96, 128, 256)

@@ -23,8 +23,8 @@ def import_interpreted() -> None:
     try:
         with suppress(ImportError):  # imported at the first launch otherwise
             importlib.import_module("triton.experimental.gluon")
-        for module in pkgutil.iter_modules(kernels.__path__):
-            importlib.import_module(f"{kernels.__name__}.{module.name}")
+        for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+            importlib.import_module(module.name)
     finally:
         del os.environ["TRITON_INTERPRET"]  # the dispatch of other tests must not see it
 

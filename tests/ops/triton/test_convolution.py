@@ -91,7 +91,7 @@ def test_modules_take_the_kernel_where_it_fits(taps, width, dtype, device, monke
 
     def kernel(v, weight, *, causal):
         taken.append(v.shape)
-        return kernels._convolution.convolution(v, weight, causal=causal)
+        return kernels.taps.convolution.convolution(v, weight, causal=causal)
 
     monkeypatch.setattr(kernels, "convolution", kernel)
     got = convolve_tokens(v, weight)

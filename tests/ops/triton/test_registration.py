@@ -57,8 +57,8 @@ OPS = (
 
 def operator(name: str) -> torch._ops.OpOverload:
     """Registered where its module is imported, which happens at the first use."""
-    for module in pkgutil.iter_modules(kernels.__path__):
-        importlib.import_module(f"{kernels.__name__}.{module.name}")
+    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        importlib.import_module(module.name)
     return getattr(torch.ops.lln, name).default
 
 

@@ -1,0 +1,1 @@
+"""The `lln` command, a file per group of commands."""

@@ -1,0 +1,5 @@
+"""``python -m lln.cli``: the `lln` command."""
+
+from lln.cli.app import main
+
+main()

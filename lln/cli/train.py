@@ -1,0 +1,347 @@
+"""``lln train``: pre-training and fine-tuning, one command per task."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+train_app = typer.Typer(
+    help="Train a model with any attention of the zoo.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+# Options that the commands share.
+Attention = Annotated[str, typer.Option(help="softmax, softmax_eager, or a name of `lln list`.")]
+Option = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE", help='Of the mechanism; repeat. "recommended": those for lln_diag.'
+    ),
+]
+Data = Annotated[Path | None, typer.Option(help="Folder or file; default LLN_DATA.")]
+Out = Annotated[Path | None, typer.Option(help="Folder of the run; default runs/NAME.")]
+Results = Annotated[
+    Path | None, typer.Option(help="File the result row is appended to; default OUT/results.jsonl.")
+]
+Steps = Annotated[int | None, typer.Option(min=1, help="Updates.")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Rows of an update, all processes.")]
+Accumulation = Annotated[int | None, typer.Option(min=1, help="Micro-batches of an update.")]
+Rate = Annotated[float | None, typer.Option("--lr", help="Largest learning rate.")]
+Precision = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")]
+Compile = Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile.")]
+Graph = Annotated[
+    bool | None, typer.Option("--graph/--no-graph", help="CUDA graphs on one GPU; default yes.")
+]
+Every = Annotated[int | None, typer.Option(min=0, help="Steps; 0 = only at the end.")]
+Seed = Annotated[int | None, typer.Option(help="Of weights, order, masking and dropout.")]
+
+
+def mechanism_options(pairs: list[str] | None) -> dict[str, Any]:
+    """``["diag_block=32", "method=entropy"]`` as a dictionary; values are JSON or words.
+
+    "recommended" stands for all of :data:`lln.nn.RECOMMENDED`.
+    """
+    found = {}
+    for pair in pairs or ():
+        if pair == "recommended":
+            from lln.nn import RECOMMENDED
+
+            found.update(RECOMMENDED)
+            continue
+        key, sign, value = pair.partition("=")
+        if not sign or not key:
+            raise typer.BadParameter(
+                f"--option {pair!r} is not KEY=VALUE, such as diag_block=32, nor 'recommended'"
+            )
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """The options that were given, without those left to the recipe."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@contextlib.contextmanager
+def plain_errors(command: str) -> Iterator[None]:
+    """What the user can mend is said in a line, without a traceback."""
+    try:
+        yield
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        if os.environ.get("LLN_TRACEBACK"):
+            raise
+        raise SystemExit(f"{command}: {error}") from None
+    finally:
+        from lln.study.train.engine import leave_processes
+
+        leave_processes()
+
+
+def exit_if_diverged(row: Mapping[str, Any]) -> None:
+    """Say of how many updates nothing came; with status 1 if there is no result to speak of."""
+    if row.get("skipped") and os.environ.get("RANK", "0") == "0":
+        typer.echo(
+            f"{row['skipped']:,} of {row['steps']:,} updates were left out: their gradients were "
+            "not finite",
+            err=True,
+        )
+    if row.get("diverged"):
+        raise ValueError(
+            "the run diverged, and its row says so; choose a smaller learning rate (--lr)"
+            + ("" if row["configuration"]["precision"] == "fp32" else " or --precision fp32")
+            + ", and another --out"
+        )
+
+
+@train_app.callback()
+def _train() -> None:
+    """Train a model with any attention of the zoo.
+
+    The same command again continues an interrupted run. Under torchrun or accelerate launch it runs
+    on several processes.
+    """
+
+
+@train_app.command("mlm")
+def mlm(
+    recipe: Annotated[
+        str, typer.Option(help="roberta-base, roberta-small, roberta-tiny or figure-1.")
+    ] = "roberta-tiny",
+    attention: Attention = "lln_diag",
+    option: Option = None,
+    data: Data = None,
+    corpus: Annotated[
+        str | None, typer.Option(help="What its files begin with, if the folder has several.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer.json instead of training one.")
+    ] = None,
+    out: Out = None,
+    results: Results = None,
+    length: Annotated[int | None, typer.Option(min=8, help="Tokens of a row.")] = None,
+    batches: Annotated[str | None, typer.Option(help="packed or padded.")] = None,
+    positions: Annotated[
+        str | None, typer.Option(help="What learned positions start from: normal or sinusoid.")
+    ] = None,
+    steps: Steps = None,
+    batch_size: BatchSize = None,
+    accumulation: Accumulation = None,
+    lr: Rate = None,
+    precision: Precision = None,
+    compile: Compile = None,
+    graph: Graph = None,
+    checkpointing: Annotated[
+        bool | None, typer.Option("--checkpointing", help="Compute activations twice.")
+    ] = None,
+    shard: Annotated[
+        bool | None, typer.Option("--shard", help="FSDP2 instead of DDP on several processes.")
+    ] = None,
+    log_every: Annotated[int | None, typer.Option(min=1, help="Steps.")] = None,
+    eval_every: Every = None,
+    save_every: Every = None,
+    monitor_every: Annotated[
+        int | None, typer.Option(min=0, help="Steps between measurements; 0 = never.")
+    ] = None,
+    keep: Annotated[int | None, typer.Option(min=0, help="Checkpoints; 0 = none.")] = None,
+    patience: Annotated[
+        int | None, typer.Option(min=0, help="Evaluations without improvement; 0 = never stop.")
+    ] = None,
+    seed: Seed = None,
+    throughput: Annotated[
+        bool, typer.Option("--throughput", help="Only time updates, on random ids.")
+    ] = False,
+) -> None:
+    """Pre-train RoBERTa by masked language modelling.
+
+    Text comes from --data: .txt, .jsonl, both also .xz, or the official WikiText files; without it
+    the bundled Tiny Shakespeare. Writes curves, checkpoints (model folders for lln.hf.load) and a
+    result row. --length 4096 --batches padded trains on whole articles.
+    """
+    with plain_errors("lln train mlm"):
+        from lln.study.tasks import mlm as task
+        from lln.study.train.progress import Bar
+
+        changes = given(
+            corpus=corpus,
+            length=length,
+            batches=batches,
+            positions=positions,
+            steps=steps,
+            batch_size=batch_size,
+            accumulation=accumulation,
+            learning_rate=lr,
+            precision=precision,
+            compile=compile,
+            graph=graph,
+            checkpointing=checkpointing,
+            shard=shard,
+            log_every=log_every,
+            eval_every=eval_every,
+            save_every=save_every,
+            monitor_every=monitor_every,
+            keep=keep,
+            patience=patience,
+            seed=seed,
+        )
+        options = mechanism_options(option)
+        config = task.configure(recipe, attention=attention, options=options, **changes)
+        name = f"mlm-{recipe}-{attention}-seed{config.train.seed}"
+        folder = out or Path("runs") / name
+        results = results or folder / "results.jsonl"
+        if throughput:
+            from lln.study.train.runlog import append_row
+
+            row = task.throughput(config)
+            append_row(results, row)
+            typer.echo(json.dumps({key: row[key] for key in row if key != "configuration"}))
+            return
+        done = task.run(
+            config,
+            data=data,
+            folder=folder,
+            results=results,
+            tokenizer=tokenizer,
+            progress=Bar(f"{recipe} {attention}"),
+        )
+        if os.environ.get("RANK", "0") == "0":
+            _print_end(done.row, folder, results)
+        exit_if_diverged(done.row)
+
+
+def _print_end(row: dict[str, Any], folder: Path, results: Path) -> None:
+    speed = row["tokens_per_second"]
+    said = [
+        f"loss {row['loss']:.4f}" if row["loss"] is not None else "diverged",
+        f"accuracy {row['accuracy']:.4f}" if row["accuracy"] is not None else "",
+        f"{row['tokens']:,} tokens",
+        f"{speed:,.0f} tokens/s" if speed else "",
+        f"{row['parameters']:,} parameters (softmax {row['parameters_softmax']:,})",
+    ]
+    typer.echo(", ".join(filter(None, said)))
+    typer.echo(f"run {folder}, row in {results}")
+
+
+@train_app.command("glue")
+def glue(
+    task: Annotated[str, typer.Option(help="sst2, mnli, qnli, qqp, rte, mrpc, cola or stsb.")],
+    source: Annotated[
+        Path, typer.Option("--from", metavar="RUN", help="A run of `lln train mlm`, or a model.")
+    ],
+    data: Data = None,
+    out: Out = None,
+    results: Results = None,
+    rate: Annotated[
+        list[float] | None, typer.Option("--lr", help="Repeat: the best on held-out data wins.")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(min=1)] = None,
+    batch_size: BatchSize = None,
+    max_length: Annotated[int | None, typer.Option(min=8, help="Tokens of an example.")] = None,
+    precision: Precision = None,
+    compile: Compile = None,
+    seed: Seed = None,
+) -> None:
+    """Fine-tune a pre-trained model on a task of GLUE.
+
+    Files come from --data: the official TSV layout (SST-2/train.tsv ...) or sst2_train.jsonl.xz and
+    the like. A part of train chooses learning rate and epoch; dev is the test, looked at once.
+    """
+    with plain_errors("lln train glue"):
+        from lln.study.tasks import glue as tasks
+        from lln.study.train.progress import Bar
+
+        changes = given(
+            rates=tuple(rate) if rate else None,
+            epochs=epochs,
+            batch_size=batch_size,
+            max_length=max_length,
+            precision=precision,
+            compile=compile,
+            seed=seed,
+        )
+        config = tasks.recipe(task, **changes)
+        folder = out or Path("runs") / f"glue-{task}-{source.name}-seed{config.seed}"
+        results = results or folder / "results.jsonl"
+        row = tasks.run(
+            config,
+            source,
+            data_folder=data,
+            folder=folder,
+            results=results,
+            progress=Bar(f"{task} {source.name}"),
+        )
+        if os.environ.get("RANK", "0") == "0":
+            names = ("accuracy", "f1", "matthews", "pearson", "spearman")
+            numbers = ", ".join(f"{name} {row[name]:.4f}" for name in names if name in row)
+            typer.echo(f"dev: {numbers} (learning rate {row['learning_rate']:g})")
+            if row.get("diverged_rates"):
+                rates = ", ".join(f"{rate:g}" for rate in row["diverged_rates"])
+                typer.echo(f"diverged with learning rate {rates}", err=True)
+            typer.echo(f"run {folder}, row in {results}")
+        exit_if_diverged(row)
+
+
+@contextlib.contextmanager
+def _ended_as_a_whole() -> Iterator[None]:
+    """If this process is told to end, the runs it has started end with it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def sweep(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSON, see sweeps/.")],
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at once, as processes.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder of the result rows.")] = Path("results"),
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop after; what does not fit is not started.")
+    ] = None,
+    data: Data = None,
+    scratch: Annotated[
+        Path, typer.Option(help="Folder of checkpoints, emptied as rows are finished.")
+    ] = Path("runs/sweep"),
+    tell: Annotated[
+        bool, typer.Option("--list", help="Say what is done and what is to run; run nothing.")
+    ] = False,
+) -> None:
+    """Run lists of configurations, in this order; those that have their row are skipped.
+
+    Pre-training and the fine-tunings that follow it happen in one go. Rows and curves are appended
+    to files in --out; the same command again goes on where it stopped. Exits with 1 if runs failed.
+    """
+    with plain_errors("lln sweep"):
+        from lln.study.sweep.plan import plan, read
+        from lln.study.sweep.run import Sweep
+
+        contents = [(file, read(file)) for file in files]  # a bad one is found before the data
+        planned = []
+        for file, content in contents:
+            own = plan(content, data=data, out=out, scratch=scratch)
+            typer.echo(f"{len(own)} runs in {file}")
+            planned += own
+        if tell:
+            Sweep(planned, say=typer.echo).tell()
+            return
+        with _ended_as_a_whole():
+            outcome = Sweep(planned, slots=jobs, minutes=minutes, say=typer.echo).run()
+        counts = {name: len(labels) for name, labels in vars(outcome).items()}
+        typer.echo(", ".join(f"{count} {name}" for name, count in counts.items()))
+        if outcome.failed:
+            raise typer.Exit(1)

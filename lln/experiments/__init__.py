@@ -1,1 +1,0 @@
-"""Training: one loop, its checkpoints and its records, and the tasks that run on it."""

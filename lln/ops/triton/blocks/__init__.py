@@ -1,0 +1,1 @@
+"""Block-diagonal softmax attention, alone and fused with LLN."""

@@ -1,0 +1,185 @@
+"""LLN+Diag in one op: the block-diagonal softmax shares the pass over the queries with LLN.
+
+Forward: the state of the keys, then one pass over q, k, v. Backward: the gradients of the state
+from q and dO, then one pass over q, k, v, dO for dq, dk, dv of both branches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lln.ops.branches import blend
+from lln.ops.triton.blocks.block_diagonal import block_diagonal
+from lln.ops.triton.blocks.launch import diag, diag_backward, empty_diag_lse
+from lln.ops.triton.library import empty_rows, register, register_backward
+from lln.ops.triton.linear import launch
+from lln.ops.triton.tiles import MERGE_IN_READER, fused_backward
+from lln.ops.triton.triangle.causal import causal
+
+
+def lln_diag(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B Hkv N D"],
+    v: Float[Tensor, "B Hkv N E"],
+    *,
+    alpha: Float[Tensor, "B H"],
+    beta: Float[Tensor, "B Hkv"],
+    block: int,
+    scale: float,
+    key_mask: Bool[Tensor, "B N"] | None = None,
+    is_causal: bool = False,
+    normalize_keys: bool = False,
+    mix: Float[Tensor, " H"] | None = None,
+    slot_dropout: None = None,
+    probability_dropout: None = None,
+) -> Float[Tensor, "B H N E"]:
+    """mix · LLN + (1 − mix) · block-diagonal softmax (Fig. 3); the average if ``mix`` is None.
+
+    Fused for the bidirectional case; causal, the two branches run one after the other.
+    """
+    if slot_dropout is not None or probability_dropout is not None:
+        raise ValueError("dropout is not supported by impl='triton'; use impl='eager'")
+    if is_causal:
+        scales = {"alpha": alpha, "beta": beta, "normalize_keys": normalize_keys}
+        local = block_diagonal(q, k, v, block=block, scale=scale, key_mask=key_mask, is_causal=True)
+        linear = causal(q, k, v, key_mask=key_mask, **scales)
+        return blend(linear, local, mix, q.dtype)
+    arguments = (q, k, v, alpha, beta, mix, key_mask, block, scale, normalize_keys)
+    inputs = (q, k, v, alpha, beta) if mix is None else (q, k, v, alpha, beta, mix)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        return _train(*arguments)[0]
+    return _infer(*arguments)
+
+
+def _forward(
+    q, k, v, alpha, beta, mix, key_mask, block, scale, normalize_keys, save: bool
+) -> tuple[Tensor, Tensor | None, launch.Merged | None]:
+    q, k, v, key_mask = launch.prepared(q, k, v, key_mask)
+    parts, count = launch.summarize_parts(k, v, beta, key_mask, normalize_keys)
+    merge_first = count > MERGE_IN_READER
+    state = launch.empty_state(k, v) if save or merge_first else None
+    if state is not None and merge_first:
+        launch.merge(parts, count, state)
+    out, lse = diag(
+        q, k, v, key_mask, block=block, scale=scale, alpha=alpha, mix=mix, state=state,
+        parts=None if merge_first else parts, count=count, linear=True, save=save,
+    )  # fmt: skip
+    return out, lse, state
+
+
+def _infer_impl(q, k, v, *rest) -> Tensor:
+    if q.numel() == 0 or v.numel() == 0:
+        return empty_rows(q, v.shape[-1]).zero_()
+    return _forward(q, k, v, *rest, save=False)[0]
+
+
+def _infer_fake(q, k, v, *rest) -> Tensor:
+    return empty_rows(q, v.shape[-1])
+
+
+def _train_impl(q, k, v, *rest) -> tuple[Tensor, ...]:
+    if q.numel() == 0 or v.numel() == 0:
+        return tuple(x.zero_() for x in _train_fake(q, k, v, *rest))
+    out, lse, state = _forward(q, k, v, *rest, save=True)
+    assert lse is not None and state is not None
+    return out, lse, *state
+
+
+def _train_fake(q, k, v, *rest) -> tuple[Tensor, ...]:
+    lse = empty_diag_lse(q, linear=True)
+    return empty_rows(q, v.shape[-1]), lse, *launch.empty_state(k, v)
+
+
+def _backward_impl(
+    dout, q, k, v, alpha, beta, mix, key_mask, lse, log_mass, mean, norm, block, scale,
+    normalize_keys, need_alpha, need_beta, need_mix,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    if q.numel() == 0 or v.numel() == 0:
+        gradients = _backward_fake(
+            dout, q, k, v, alpha, beta, mix, key_mask, lse, log_mass, mean, norm, block, scale,
+            normalize_keys, need_alpha, need_beta, need_mix,
+        )  # fmt: skip
+        return tuple(x.zero_() for x in gradients)
+    q, k, v, key_mask = launch.prepared(q, k, v, key_mask)
+    if mix is None and not fused_backward(q.shape[-1], v.shape[-1]):
+        return _one_branch_after_the_other(
+            dout, q, k, v, alpha, beta, key_mask, lse, launch.Merged(log_mass, mean, norm),
+            block, scale, normalize_keys, need_alpha, need_beta,
+        )  # fmt: skip
+    _, parts, _ = launch.read_backward(
+        dout, q, alpha, lse, log_mass, mean, parts_only=True, mix=mix, share=0.5
+    )
+    slopes = need_alpha, need_beta, need_mix
+    return diag_backward(
+        dout, q, k, v, key_mask, lse, block=block, scale=scale, alpha=alpha, beta=beta, mix=mix,
+        state=launch.Merged(log_mass, mean, norm), parts=parts, normalize_keys=normalize_keys,
+        linear=True, slopes=slopes,
+    )  # fmt: skip
+
+
+def _one_branch_after_the_other(
+    dout, q, k, v, alpha, beta, key_mask, lse, state, block, scale, normalize_keys, need_alpha,
+    need_beta,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The gradients of wide heads: both branches at once would not fit the registers."""
+    dq, parts, dalpha = launch.read_backward(
+        dout, q, alpha, lse, state.log_mass, state.mean, need_alpha=need_alpha, share=0.5
+    )
+    dk, dv, dbeta = launch.summarize_backward(
+        parts, k, v, beta, key_mask, state.norm,
+        normalize_keys=normalize_keys, need_beta=need_beta,
+    )  # fmt: skip
+    local_lse = lse[:, :, -1:]  # of half precision; float32 keeps none and asks for none
+    diag_backward(
+        dout, q, k, v, key_mask, local_lse, block=block, scale=scale, linear=False,
+        add_to=(dq, dk, dv),
+    )  # fmt: skip
+    return dq, dk, dv, *(lse.new_empty(0) if x is None else x for x in (dalpha, dbeta, None))
+
+
+def _backward_fake(
+    dout, q, k, v, alpha, beta, mix, key_mask, lse, log_mass, mean, norm, block, scale,
+    normalize_keys, need_alpha, need_beta, need_mix,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return (
+        empty_rows(q, q.shape[-1]), empty_rows(k, k.shape[-1]), empty_rows(v, v.shape[-1]),
+        lse.new_empty(alpha.shape if need_alpha else (0,)),
+        lse.new_empty(beta.shape if need_beta else (0,)),
+        lse.new_empty(mix.shape if need_mix else (0,)),
+    )  # fmt: skip
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    tensors, ctx.options = inputs[:7], inputs[7:]
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dout is None:
+        return (None,) * 10
+    need = ctx.needs_input_grad[3:6]
+    dq, dk, dv, *slopes = _backward(dout, *ctx.saved_tensors, *ctx.options, *need)
+    slopes = [slope if needed else None for slope, needed in zip(slopes, need, strict=True)]
+    return dq, dk, dv, *slopes, None, None, None, None
+
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor? mix, Tensor? key_mask"
+_SAVED = "Tensor lse, Tensor log_mass, Tensor mean, Tensor norm"
+_OPTIONS = "int block, float scale, bool normalize_keys"
+_infer = register(f"lln_diag({_INPUTS}, {_OPTIONS}) -> Tensor", _infer_impl, _infer_fake)
+_train = register(
+    f"lln_diag_train({_INPUTS}, {_OPTIONS}) -> (Tensor out, {_SAVED})", _train_impl, _train_fake
+)
+_backward = register(
+    f"lln_diag_backward(Tensor dout, {_INPUTS}, {_SAVED}, {_OPTIONS}, bool need_alpha, "
+    "bool need_beta, bool need_mix) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward_impl,
+    _backward_fake,
+)
+register_backward("lln_diag_train", _differentiate, _save)

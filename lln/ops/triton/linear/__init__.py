@@ -1,0 +1,1 @@
+"""LLN over all keys of a set: states, their readers, packed sequences, decoding."""

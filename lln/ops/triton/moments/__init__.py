@@ -1,0 +1,1 @@
+"""Standard deviations of q and k, and the scales that match them."""

@@ -1,0 +1,1 @@
+"""The convolution over tokens."""

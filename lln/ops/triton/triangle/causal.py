@@ -1,0 +1,178 @@
+"""Causal LLN attention: keys before a segment as a state, keys inside it chunk by chunk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lln.ops.eager.state import merge
+from lln.ops.triton.library import empty_rows, register, register_backward
+from lln.ops.triton.linear.launch import empty_lse, prepared
+from lln.ops.triton.linear.state import read, summarize
+from lln.ops.triton.triangle import launch
+
+if TYPE_CHECKING:
+    from lln.ops.state import State
+
+LOG2E = 1.4426950408889634
+
+
+def causal(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B Hkv M D"],
+    v: Float[Tensor, "B Hkv M E"],
+    *,
+    alpha: Float[Tensor, "B H"],
+    beta: Float[Tensor, "B Hkv"],
+    key_mask: Bool[Tensor, "B M"] | None = None,
+    normalize_keys: bool = False,
+    state: State | None = None,
+    slot_dropout: None = None,
+) -> Float[Tensor, "B H N E"]:
+    """Query i sees keys j ≤ i + M − N, and the keys of ``state`` before them.
+
+    Keys before the first query's position join the state; queries before the first key read the
+    state alone; what is left is a square problem.
+    """
+    if slot_dropout is not None:
+        raise ValueError("slot_dropout is not supported by impl='triton'; use impl='eager'")
+    given = None if state is None else (state.log_mass, state.mean)
+    early = max(k.shape[2] - q.shape[2], 0)
+    if early:
+        mask = None if key_mask is None else key_mask[:, :early]
+        prefix = summarize(
+            k[:, :, :early], v[:, :, :early],
+            beta=beta, key_mask=mask, normalize_keys=normalize_keys,
+        )  # fmt: skip
+        given = prefix if given is None else merge(*given, *prefix)
+        k, v = k[:, :, early:], v[:, :, early:]
+        key_mask = None if key_mask is None else key_mask[:, early:]
+    blind = q.shape[2] - k.shape[2]
+    log_mass, mean = given or (None, None)
+    out, *_ = _forward(q[:, :, blind:], k, v, alpha, beta, log_mass, mean, key_mask, normalize_keys)
+    if not blind:
+        return out
+    if log_mass is None or mean is None:
+        first = out.new_zeros((*out.shape[:2], blind, out.shape[-1]))
+    else:
+        first = read(q[:, :, :blind], log_mass, mean, alpha=alpha)
+    return torch.cat([first, out], dim=2)
+
+
+def _given(log_mass: Tensor | None, mean: Tensor | None) -> launch.Given:
+    if log_mass is None or mean is None:
+        return launch.Given(None, None)
+    return launch.Given(log_mass.contiguous(), mean.contiguous())
+
+
+def _forward_impl(
+    q, k, v, alpha, beta, log_mass, mean, key_mask, normalize_keys
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.numel() == 0 or v.numel() == 0:
+        out, lse, before = _forward_fake(
+            q, k, v, alpha, beta, log_mass, mean, key_mask, normalize_keys
+        )
+        return out.zero_(), lse.zero_(), before.zero_()
+    q, k, v, key_mask = prepared(q, k, v, key_mask)
+    given = _given(log_mass, mean)
+    return launch.causal(q, k, v, alpha, beta, key_mask, given, normalize_keys)
+
+
+def _forward_fake(
+    q, k, v, alpha, beta, log_mass, mean, key_mask, normalize_keys
+) -> tuple[Tensor, Tensor, Tensor]:
+    lse = empty_lse(q)
+    if q.numel() == 0 or v.numel() == 0:
+        return empty_rows(q, v.shape[-1]), lse, lse.new_empty(0)
+    return empty_rows(q, v.shape[-1]), lse, launch.empty_before(q, k, v)
+
+
+def _backward_impl(
+    dout, q, k, v, alpha, beta, log_mass, mean, key_mask, lse, before, normalize_keys, need_alpha,
+    need_beta, need_state,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    if q.numel() == 0 or v.numel() == 0:
+        gradients = _backward_fake(
+            dout, q, k, v, alpha, beta, log_mass, mean, key_mask, lse, before, normalize_keys,
+            need_alpha, need_beta, need_state,
+        )  # fmt: skip
+        return tuple(x.zero_() for x in gradients)
+    q, k, v, key_mask = prepared(q, k, v, key_mask)
+    given = _given(log_mass, mean)
+    found = launch.causal_backward(
+        dout, q, k, v, alpha, beta, key_mask, given, lse, before, normalize_keys=normalize_keys,
+        need_alpha=need_alpha, need_beta=need_beta, need_state=need_state,
+    )  # fmt: skip
+    state = _state_gradients(found.start, given) if need_state else (None, None)
+    optional = (found.dalpha, found.dbeta, *state)
+    return found.dq, found.dk, found.dv, *(lse.new_empty(0) if x is None else x for x in optional)
+
+
+def _state_gradients(start: Tensor | None, given: launch.Given) -> tuple[Tensor, Tensor]:
+    """dM_l = W_l Σ a dO, dL_l = M_l·dM_l − W_l Σ a δ with W = exp(L + Q); summed over the group."""
+    assert start is not None and given.log_mass is not None and given.mean is not None
+    b, kv_heads, d, e = given.mean.shape
+    total, peak, _, extra = start.unflatten(0, (b, kv_heads, -1)).split([d * e, d, d, d], dim=-1)
+    weight = torch.exp2(given.log_mass[:, :, None] * LOG2E + peak)
+    d_mean = (weight[..., None] * total.unflatten(-1, (d, e))).sum(2)
+    return (given.mean * d_mean).sum(-1) - (weight * extra).sum(2), d_mean
+
+
+def _backward_fake(
+    dout, q, k, v, alpha, beta, log_mass, mean, key_mask, lse, before, normalize_keys, need_alpha,
+    need_beta, need_state,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    group = q.shape[1] != k.shape[1]
+    like_k = k.new_empty(k.shape) if group else empty_rows(k, k.shape[-1])
+    like_v = v.new_empty(v.shape) if group else empty_rows(v, v.shape[-1])
+    return (
+        empty_rows(q, q.shape[-1]), like_k, like_v,
+        lse.new_empty(alpha.shape if need_alpha else (0,)),
+        lse.new_empty(beta.shape if need_beta else (0,)),
+        lse.new_empty(log_mass.shape if need_state else (0,)),
+        lse.new_empty(mean.shape if need_state else (0,)),
+    )  # fmt: skip
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    tensors, ctx.normalize_keys = inputs[:8], inputs[8]
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dout is None:
+        return (None,) * 9
+    need_alpha, need_beta, need_log_mass, need_mean = ctx.needs_input_grad[3:7]
+    dq, dk, dv, dalpha, dbeta, d_log_mass, d_mean = _backward(
+        dout, *ctx.saved_tensors, ctx.normalize_keys, need_alpha, need_beta,
+        need_log_mass or need_mean,
+    )  # fmt: skip
+    return (
+        dq, dk, dv,
+        dalpha if need_alpha else None, dbeta if need_beta else None,
+        d_log_mass if need_log_mass else None, d_mean if need_mean else None, None, None,
+    )  # fmt: skip
+
+
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor? log_mass, Tensor? mean, "
+    "Tensor? key_mask"
+)
+_forward = register(
+    f"causal({_INPUTS}, bool normalize_keys) -> (Tensor out, Tensor lse, Tensor before)",
+    _forward_impl,
+    _forward_fake,
+)
+_backward = register(
+    f"causal_backward(Tensor dout, {_INPUTS}, Tensor lse, Tensor before, bool normalize_keys, "
+    "bool need_alpha, bool need_beta, bool need_state) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward_impl,
+    _backward_fake,
+)
+register_backward("causal", _differentiate, _save)

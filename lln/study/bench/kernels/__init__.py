@@ -1,0 +1,1 @@
+"""Kernels as compiled: resources, first calls, tiles."""

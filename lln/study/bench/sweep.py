@@ -1,0 +1,131 @@
+"""From cases to rows, from rows to ratios, growth exponents and files."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import io
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lln.records import files, machine
+from lln.study.bench.cases import Case, call, inputs
+from lln.study.bench.check import check
+from lln.study.bench.memory import peaks
+from lln.study.bench.timing import time_call
+
+Row = dict[str, Any]
+GROWTH_SPAN = 16  # growth is fitted over the last factor of 16 in N: caches flatter short lengths
+
+
+def measure(
+    cases: Sequence[Case], *, min_seconds: float = 1.0, watch: Callable[[str], None] | None = None
+) -> Iterator[Row]:
+    """Check all implementations, then yield a finished row per case.
+
+    ``watch`` is told what is being measured, for a progress display.
+    """
+    watch = watch or (lambda _: None)
+    watch("correctness check")
+    check(cases)
+    facts = machine.facts()
+    configuration = f"seed=0 min_seconds={min_seconds:g} {machine.conditions()}"
+    memory = peaks(cases)
+    for case in cases:
+        watch(case.name)
+        peak = next(memory)
+        timing = time_call(call(case, inputs(case)), min_seconds=min_seconds)
+        numbers = {name: round(value, 4) for name, value in asdict(timing).items()}
+        yield {
+            **case.row(),
+            **numbers,
+            "peak_mb": None if peak is None else round(peak, 2),
+            **facts,
+            "configuration": configuration,
+        }
+
+
+def ratios(rows: Sequence[Row], *, ours: str = "eager", theirs: str = "sdpa") -> list[Row]:
+    """How many times faster ``ours`` is than ``theirs``, per op, pass and length of one run."""
+    median = {(r["op"], r["pass"], r["N"], r["impl"]): r["ms_p50"] for r in rows}
+    return [
+        {"op": op, "pass": passes, "N": N, "ratio": round(slow / median[op, passes, N, ours], 2)}
+        for (op, passes, N, impl), slow in median.items()
+        if impl == theirs and (op, passes, N, ours) in median
+    ]
+
+
+def growth(rows: Sequence[Row]) -> list[Row]:
+    """Exponent p of cost ∝ N**p, for time and memory at the long end of every curve."""
+    curves: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        curves.setdefault((row["op"], row["impl"], row["pass"]), []).append(row)
+    found = []
+    for (op, impl, passes), whole in curves.items():
+        longest = max(row["N"] for row in whole)
+        curve = [row for row in whole if row["N"] * GROWTH_SPAN >= longest]
+        if len(curve) < 3:
+            continue
+        lengths = [row["N"] for row in curve]
+        memory = [row["peak_mb"] for row in curve]
+        found.append(
+            {
+                "op": op,
+                "impl": impl,
+                "pass": passes,
+                "from": min(lengths),
+                "to": max(lengths),
+                "time": round(exponent(lengths, [row["ms_p50"] for row in curve]), 3),
+                "memory": None if None in memory else round(exponent(lengths, memory), 3),
+            }
+        )
+    return found
+
+
+def exponent(x: Sequence[float], y: Sequence[float]) -> float:
+    """Slope of the least-squares line through (ln x, ln y)."""
+    a, b = [math.log(value) for value in x], [math.log(value) for value in y]
+    mean_a, mean_b = sum(a) / len(a), sum(b) / len(b)
+    covariance = sum((u - mean_a) * (w - mean_b) for u, w in zip(a, b, strict=True))
+    return covariance / sum((u - mean_a) ** 2 for u in a)
+
+
+def save(rows: Sequence[Row], folder: Path, *, subject: str, device: str = "cpu") -> list[Path]:
+    """Write ``subject_hardware_date.json`` (rows, ratios, growth) and ``.csv`` (rows)."""
+    content = {"ratios": ratios(rows), "growth": growth(rows), "rows": list(rows)}
+    written = save_json(content, folder, subject=subject, device=device)
+    return [written, files.write_text(written.with_suffix(".csv"), as_csv(rows))]
+
+
+def save_json(
+    content: dict[str, list[Row]], folder: Path, *, subject: str, device: str = "cpu"
+) -> Path:
+    """Write lists of rows as ``subject_hardware_date.json``."""
+    date = datetime.date.today().isoformat()
+    name = f"{subject}_{machine.slug(device)}_{date}.json"
+    return files.write_text(folder / name, as_json({"subject": subject, "date": date, **content}))
+
+
+def as_json(content: dict[str, Any]) -> str:
+    """JSON with one row per line, so that a change shows as a changed line."""
+    parts = []
+    for key, value in content.items():
+        if isinstance(value, list):
+            lines = ",\n".join("    " + json.dumps(row, ensure_ascii=False) for row in value)
+            parts.append(f'  "{key}": [\n{lines}\n  ]')
+        else:
+            parts.append(f'  "{key}": {json.dumps(value, ensure_ascii=False)}')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """The rows as CSV, columns in the order of the first row."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

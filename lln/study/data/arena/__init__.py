@@ -1,0 +1,1 @@
+"""The Long Range Arena: its files, and its tasks that are generated."""

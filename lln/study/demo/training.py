@@ -1,0 +1,117 @@
+"""A tiny masked language model on the bundled text: softmax, LLN+Diag, and both with `conv`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lln.device.processes import processes
+from lln.records.rows import read_rows
+from lln.study.data.text import BUNDLED
+from lln.study.tasks import mlm
+from lln.study.train.config import TrainConfig
+from lln.study.train.runlog import CURVE
+
+Row = dict[str, Any]
+CONV = {"conv": 33}
+# label -> (attention, its options)
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "softmax": ("softmax", {}),
+    "LLN+Diag": ("lln_diag", {}),
+    "softmax, conv": ("softmax", CONV),
+    "LLN+Diag, conv": ("lln_diag", CONV),
+}
+STEPS, QUICK_STEPS = 400, 20
+
+
+def configuration(
+    attention: str, options: Mapping[str, Any] | None = None, *, quick: bool = False
+) -> mlm.MLMConfig:
+    """The run of one attention; the same for all but for that."""
+    steps = QUICK_STEPS if quick else STEPS
+    evaluations = 2 if quick else 5
+    every = {"eval_every": steps // evaluations, "log_every": steps // 20}
+    every |= {"save_every": 0, "keep": 0}
+    chosen = {"attention": attention, "options": dict(options or {})}
+    return mlm.configure("roberta-tiny", **chosen, steps=steps, **every)
+
+
+def train(
+    *,
+    quick: bool = False,
+    workers: int | None = None,
+    watch: Callable[[str, int], None],
+) -> tuple[list[Row], list[Row], str]:
+    """Result rows, curve rows (with ``attention``), and a line about the setting.
+
+    Args:
+        workers: Runs at once, as processes of one thread each; None trains in this one.
+        watch: Told a label and how many updates of its run are done, now and then.
+    """
+    results, curves = [], []
+    with tempfile.TemporaryDirectory() as parent:
+        places = {label: Path(parent) / str(i) for i, label in enumerate(RUNS)}
+        for label, row in _trained(places, quick, workers, watch):
+            results.append({"attention": label, **row})
+            shown = ("kind", "step", "loss")
+            rows = read_rows(places[label] / CURVE)
+            curves += [{"attention": label, **{key: row[key] for key in shown}} for row in rows]
+    config = configuration("softmax", quick=quick)
+    return results, curves, _about(config, config.train)
+
+
+def _trained(
+    places: dict[str, Path],
+    quick: bool,
+    workers: int | None,
+    watch: Callable[[str, int], None],
+) -> Iterator[tuple[str, Row]]:
+    """Each run's row, in the order of the runs."""
+    if workers is None:
+        for label, folder in places.items():
+            yield label, _run(label, folder, quick)
+            watch(label, _updates(folder))
+        return
+    with processes(min(workers, len(places))) as submit:
+        # the longest first, which stand last
+        runs = {label: submit(_run, label, places[label], quick) for label in reversed(places)}
+        waiting = set(runs.values())
+        while waiting:
+            done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
+            for run in done:
+                run.result()  # or its exception
+            for label, folder in places.items():
+                watch(label, _updates(folder))
+        yield from ((label, runs[label].result()) for label in places)
+
+
+def _run(label: str, folder: Path, quick: bool) -> Row:
+    """One run on one thread: matrices this small are slower on several."""
+    attention, options = RUNS[label]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        config = configuration(attention, options, quick=quick)
+        return mlm.run(config, data=BUNDLED, folder=folder, tensorboard=False).row
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _updates(folder: Path) -> int:
+    """How many a run that may not have begun has noted."""
+    path = folder / CURVE
+    rows = read_rows(path) if path.exists() else []
+    return rows[-1]["step"] if rows else 0
+
+
+def _about(model: mlm.MLMConfig, training: TrainConfig) -> str:
+    return (
+        f"RoBERTa of {model.layers} layers of {model.width}, N = {model.length}, "
+        f"diagonal blocks of {model.block}, {training.steps} updates of {training.batch_size} "
+        f"rows, learning rate {training.learning_rate:g}, seed {training.seed}, Tiny Shakespeare"
+    )

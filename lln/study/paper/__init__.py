@@ -1,0 +1,1 @@
+"""The paper's tables, figures, theorems and pages from rows."""

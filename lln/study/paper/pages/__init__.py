@@ -1,0 +1,1 @@
+"""README blocks and the report, written from rows."""

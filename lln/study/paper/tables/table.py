@@ -1,0 +1,71 @@
+"""The paper's tables from result rows: for the terminal, for pages, and as JSON.
+
+An entry of TABLES is a function from rows to tables: several if rows were measured at several
+scales, none if there are no rows. Numbers come from rows only.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lln.study.paper import results
+
+# number -> where the function is, what it needs, and how to get the rows
+TABLES: dict[str, tuple[str, str, str]] = {
+    "1": ("lln.study.paper.tables.glue", "fine-tunings on GLUE", "lln sweep sweeps/tier_a.json"),
+    "2": ("lln.study.paper.tables.step", "timed training steps", "lln sweep sweeps/table2.json"),
+    "3": ("lln.study.paper.tables.vit", "ViT on images", "lln sweep sweeps/vit.json"),
+    "4": ("lln.study.paper.tables.arena_cost", "timed LRA steps", "lln sweep sweeps/table4.json"),
+    "5": ("lln.study.paper.tables.arena", "the Long Range Arena", "lln sweep sweeps/lra.json"),
+    "pretraining": (
+        "lln.study.paper.tables.pretraining",
+        "two pre-trainings of one size",
+        "lln sweep sweeps/tier_a.json",
+    ),
+}
+WITH_CURVES = ("pretraining",)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that is ready to be shown.
+
+    Attributes:
+        title: With the scale and the data.
+        lines: Cells as text; the first column names the mechanism.
+        notes: What one must know to read it.
+        records: The same as objects, with configuration, seeds, device, versions and commit.
+    """
+
+    title: str
+    columns: Sequence[str]
+    lines: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+    records: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+
+    def markdown(self) -> str:
+        """For README and documentation."""
+        head = [self.columns, ["---", *("---:" for _ in self.columns[1:])]]
+        body = "\n".join("| " + " | ".join(line) + " |" for line in [*head, *self.lines])
+        notes = "\n".join(f"- {note}" for note in self.notes)
+        return f"**{self.title}**\n\n{body}\n\n{notes}".rstrip()
+
+
+def make(number: str, folder: Path) -> list[Table]:
+    """The tables of a number, from the rows in ``folder``."""
+    if number not in TABLES:
+        raise ValueError(f"table {number!r} is unknown; there are {', '.join(TABLES)}")
+    module = importlib.import_module(TABLES[number][0])
+    if number in WITH_CURVES:
+        return module.tables(results.read(folder), results.read_curves(folder))
+    return module.tables(results.read(folder))
+
+
+def nothing(number: str, folder: Path) -> str:
+    """What to say when there are no rows."""
+    _, what, command = TABLES[number]
+    return f"no rows of {what} in {folder}; they come from `{command}`"

@@ -1,0 +1,165 @@
+"""Figures of several panels, as SVG and PNG files and as plots of a page.
+
+Unlike :func:`lln.study.plots.lines.line_plot` a panel can hold more than six curves, curves without
+markers, and theory beside measurement.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lln.study.plots.lines import GRID, SERIES, STYLE, STYLE_VARIABLES, Axis, for_page, label_axes
+
+GREY = "#000301"
+SOLID = {marker: re.findall(r"#\w+", css)[-1] for marker, css in STYLE_VARIABLES.items()}
+SOLID[GREY] = "#7d8590"
+PAGE = {marker: marker for marker in SOLID}  # replaced by CSS variables afterwards
+PANEL_SIZE = (5.2, 3.6)
+LEGEND_LINE = 0.21  # inches, as the two below
+LETTER, HANDLE = 0.073, 0.6
+MOST_COLUMNS = 9
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A curve; ``slot`` chooses the colour (None: grey), ``dashed`` marks theory.
+
+    Where the colours come again curves are dash-dotted.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    error: Sequence[float] | None = None
+    slot: int | None = None
+    marker: str = ""
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes; ``note`` says in a sentence what to see, ``span`` shades a range of x."""
+
+    title: str
+    curves: Sequence[Curve]
+    x: Axis
+    y: Axis
+    note: str = ""
+    span: tuple[float, float] | None = None
+
+
+def as_files(name: str, panels: Sequence[Panel]) -> dict[str, bytes]:
+    """``{"svg": ..., "png": ...}``; the same bytes for the same values."""
+    return _draw(name, panels, SOLID, ("svg", "png"))
+
+
+def as_page_plots(name: str, panels: Sequence[Panel]) -> list[tuple[str, str]]:
+    """``(svg element, note)`` of each panel, in colours that follow the page."""
+    plots = []
+    for index, panel in enumerate(panels):
+        salt = f"{name}-{index}"
+        svg = _draw(salt, [panel], PAGE, ("svg",))["svg"].decode()
+        svg = for_page(svg, salt, panel.title).replace(GREY, f"var(--muted, {SOLID[GREY]})")
+        plots.append((svg, panel.note))
+    return plots
+
+
+def _draw(
+    name: str, panels: Sequence[Panel], colours: dict[str, str], formats: Sequence[str]
+) -> dict[str, bytes]:
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'lln-attention[report]'") from error
+
+    style = {key: colours.get(value, value) for key, value in STYLE.items()}
+    columns = {1: 1, 2: 2, 4: 2}.get(len(panels), 3)
+    lines = -(-len(panels) // columns)
+    labels = _labels(panels)
+    width = PANEL_SIZE[0] * columns
+    wide = _legend_columns(labels, width)
+    legend = -(-len(labels) // wide) * LEGEND_LINE if len(labels) > 1 else 0
+    size = (width, PANEL_SIZE[1] * lines + legend)
+    with matplotlib.rc_context({**style, "svg.hashsalt": name}):
+        figure = Figure(figsize=size, layout="constrained")
+        for index, panel in enumerate(panels):
+            _draw_panel(figure.add_subplot(lines, columns, index + 1), panel, colours)
+        _legend(figure, labels, wide)
+        return {form: _encoded(figure, form) for form in formats}
+
+
+def _encoded(figure, form: str) -> bytes:
+    data = io.BytesIO()
+    metadata = {"Date": None, "Creator": None} if form == "svg" else {"Software": None}
+    figure.savefig(data, format=form, dpi=150, metadata=metadata)
+    return data.getvalue()
+
+
+def _draw_panel(axes, panel: Panel, colours: dict[str, str]) -> None:
+    if panel.span is not None:
+        axes.axvspan(*panel.span, color=colours[GRID], alpha=0.5, linewidth=0)
+    for curve in panel.curves:
+        again = curve.slot is not None and curve.slot >= len(SERIES)
+        axes.errorbar(
+            curve.x,
+            curve.y,
+            yerr=curve.error,
+            label=curve.label,
+            color=colours[GREY if curve.slot is None else SERIES[curve.slot % len(SERIES)]],
+            marker=curve.marker or None,
+            linestyle="--" if curve.dashed else "-." if again else "-",
+            markersize=4.5,
+            linewidth=1.1 if curve.dashed else 1.6,
+            elinewidth=0.9,
+            capsize=2,
+        )
+    axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold")
+    label_axes(axes, panel.x, panel.y)
+
+
+def _labels(panels: Sequence[Panel]) -> list[str]:
+    """Each label once, in order of appearance."""
+    return list(dict.fromkeys(curve.label for panel in panels for curve in panel.curves))
+
+
+def _legend_columns(labels: Sequence[str], width: float) -> int:
+    """The most columns of a legend that fit ``width``.
+
+    It is filled column by column, the first ones with a line more if they cannot be equal.
+    """
+
+    def needed(columns: int) -> float:
+        lines, longer = divmod(len(labels), columns)
+        left, total = list(labels), 0.0
+        for column in range(columns):
+            count = lines + (column < longer)
+            total += HANDLE + LETTER * max(map(len, left[:count]))
+            left = left[count:]
+        return total
+
+    most = min(MOST_COLUMNS, len(labels))
+    return max((n for n in range(1, most + 1) if needed(n) <= width), default=1)
+
+
+def _legend(figure, labels: Sequence[str], columns: int) -> None:
+    """One legend for all panels: a label means the same curve everywhere in a figure."""
+    if len(labels) < 2:
+        return
+    handles = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(
+        [handles[label] for label in labels],
+        labels,
+        loc="outside lower center",
+        ncols=min(len(labels), columns),
+        frameon=False,
+        fontsize=9,
+        handlelength=2.6,
+        columnspacing=1.4,
+    )

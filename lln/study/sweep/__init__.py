@@ -1,0 +1,1 @@
+"""Many runs of one file, side by side on a device, resumable."""

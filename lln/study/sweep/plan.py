@@ -1,0 +1,239 @@
+"""What a sweep file says: which runs, what names their rows, and what must have run before.
+
+    {"base": {"run": "mlm", "recipe": "roberta-small"},              fields that all runs share
+     "grid": {"attention": ["softmax", "lln_diag"], "seed": [0, 1]}, every combination
+     "runs": [{"options": {"method": "entropy"}}, {}],               each of these
+     "then": {"base": {"run": "glue"}, "grid": {"task": ["rte"]}}}   after each, from its checkpoint
+
+or a list of runs. ``slots`` of a run says how many of the places of ``--jobs`` it takes.
+
+    {"grid": {"learning_rate": [1e-3, 3e-4], "attention": [...]},
+     "repeat": {"best_of": "learning_rate", "seed": [1, 2]}}
+
+gives more seeds to the best rate of each attention alone, chosen on validation when all have run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lln.records.rows import read_rows
+from lln.study.sweep import jobs
+from lln.study.sweep.jobs import Key, Place, Spec
+from lln.study.train.runlog import has_row, key_of
+
+OF_THE_SWEEP = ("run", "slots", "timed", "then")  # the rest are fields of the run
+SETS = ("base", "grid", "runs", "then", "repeat")
+# Without these a kind of runs cannot say what it would do.
+NEEDED = {"mlm": ("recipe",), "step": ("recipe", "lengths"), "lra": ("task",), "glue": ("task",)}
+FINISHED = ("done", "skipped")
+# What a row says of validation, and whether more of it is good.
+CHOSEN_BY = {"vit": ("valid_accuracy", 1), "lra": ("valid_accuracy", 1), "mlm": ("loss", -1)}
+
+
+def read(path: Path) -> Any:
+    """The content of a sweep file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not a sweep: {error}") from None
+
+
+def expand(content: Any) -> list[Spec]:
+    """The runs of a sweep file: base, then each of runs, then every point of grid, the later wins.
+
+    Example:
+        >>> expand({"base": {"run": "mlm"}, "grid": {"seed": [0, 1]}})
+        [{'run': 'mlm', 'seed': 0}, {'run': 'mlm', 'seed': 1}]
+    """
+    if isinstance(content, list):
+        return [spec for entry in content for spec in expand({"runs": [entry]})]
+    if not isinstance(content, dict) or set(content) - set(SETS):
+        wrong = sorted(set(content) - set(SETS)) if isinstance(content, dict) else content
+        raise ValueError(
+            f"a sweep has {wrong!r}; it is a list of runs, or an object of {', '.join(SETS)}"
+        )
+    names, values = list(content.get("grid", {})), list(content.get("grid", {}).values())
+    points = [dict(zip(names, point, strict=True)) for point in itertools.product(*values)]
+    then = {"then": content["then"]} if "then" in content else {}
+    return [
+        {**content.get("base", {}), **then, **entry, **point}
+        for entry in content.get("runs", [{}])
+        for point in points
+    ]
+
+
+@dataclass(eq=False)
+class Job:
+    """A run, what names its rows, and what must have run before it.
+
+    Attributes:
+        timed: It takes all places, and may be started ahead of its turn.
+        state: "waiting", "ahead" (its process waits for its turn), "running", "done", "failed" or
+            "skipped".
+    """
+
+    kind: str
+    spec: Spec
+    slots: int
+    keys: list[Key]
+    place: Place
+    before: Job | None = None
+    after: list[Job] = field(default_factory=list)
+    timed: bool = False
+    state: str = "waiting"
+
+    @property
+    def label(self) -> str:
+        own = {**self.spec}
+        words = [own.pop(name, None) for name in ("recipe", "task", "attention")]
+        options = own.pop("options", None) or {}
+        rate = [("learning_rate", own["learning_rate"])] if "learning_rate" in own else []
+        more = [*options.items(), *rate, ("seed", own.get("seed", 0))]
+        rest = [f"{key}={value}" for key, value in more]
+        if self.before is not None:
+            words.append(f"after {self.before.label}")
+        return " ".join([self.kind, *(str(word) for word in words if word), *rest])
+
+    def is_decided(self) -> bool:
+        """Whether it is known what will be run."""
+        return True
+
+    def has_rows(self) -> bool:
+        path = self.place.results(self.kind)
+        return all(has_row(path, *key) for key in self.keys)
+
+    def has_diverged(self) -> bool:
+        """Whether a row of it says so."""
+        path, keys = self.place.results(self.kind), {tuple(key) for key in self.keys}
+        rows = read_rows(path) if path.exists() else []
+        return any(row.get("diverged") and key_of(row) in keys for row in rows)
+
+    def command(self) -> list[str]:
+        """Of the process that runs it."""
+        paths = {
+            name: None if value is None else str(value) for name, value in vars(self.place).items()
+        }
+        text = json.dumps({"kind": self.kind, "spec": self.spec, "place": paths})
+        return [sys.executable, "-m", "lln.study.sweep.jobs", text]
+
+
+@dataclass(eq=False)
+class Repeated(Job):
+    """The best of some runs with another seed: a copy of ``choices[i]`` where ``rivals[i]`` wins.
+
+    Until all rivals have run, it stands for the first choice.
+    """
+
+    rivals: Sequence[Job] = ()
+    choices: Sequence[Job] = ()
+    decided: bool = False
+
+    @property
+    def label(self) -> str:
+        """Before it is decided, with what the first choice has."""
+        own = super().label
+        return own if self.decided else f"{own}, or another of {len(self.rivals)}"
+
+    def is_decided(self) -> bool:
+        if not self.decided and all(rival.state in FINISHED for rival in self.rivals):
+            chosen = self.choices[best_on_validation(self.rivals)]
+            self.spec, self.keys, self.place = chosen.spec, chosen.keys, chosen.place
+            self.decided = True
+        return self.decided
+
+    def has_rows(self) -> bool:
+        return self.is_decided() and super().has_rows()
+
+
+def best_on_validation(rivals: Sequence[Job]) -> int:
+    """Which of some runs, all with their rows; the first of equals, one without a value last."""
+    name, sign = CHOSEN_BY[rivals[0].kind]
+    rows = read_rows(rivals[0].place.results(rivals[0].kind))
+    values = {key_of(row): row.get(name) for row in rows}
+    found = [values[rival.keys[0]] for rival in rivals]
+    worth = [-math.inf if value is None else sign * value for value in found]
+    return worth.index(max(worth))
+
+
+def plan(content: Any, *, data: Path | None, out: Path, scratch: Path) -> list[Job]:
+    """All jobs of a sweep; those that follow another stand after it, repetitions at the end."""
+    found, first = [], []
+    for spec in expand(content):
+        job = _job(spec, data, out, scratch)
+        first.append(job)
+        found.append(job)
+        then = spec.get("then", [])
+        if "repeat" in then:
+            raise ValueError('"repeat" stands in "then" of a sweep; it may stand beside it only')
+        for next_spec in expand(then):
+            follower = _job(next_spec, data, out, scratch, job)
+            job.after.append(follower)
+            found.append(follower)
+    repeat = content.get("repeat") if isinstance(content, dict) else None
+    if repeat is not None:
+        found += _repeated(first, repeat, data, out, scratch)
+    return found
+
+
+def _repeated(
+    first: Sequence[Job], repeat: Any, data: Path | None, out: Path, scratch: Path
+) -> list[Job]:
+    """For every group of runs that differ in one field alone, the best of them with other seeds."""
+    if not isinstance(repeat, dict) or set(repeat) != {"best_of", "seed"}:
+        raise ValueError(
+            f"repeat={repeat!r} of a sweep; it is a field and a list of seeds, such as "
+            '{"best_of": "learning_rate", "seed": [1, 2]}'
+        )
+    groups: dict[str, list[Job]] = {}
+    for job in first:
+        if job.kind not in CHOSEN_BY or job.after or job.spec.get("throughput"):
+            raise ValueError(
+                f'"repeat" cannot choose among runs of {job.kind!r} that are timed or that others '
+                f"follow; it is for runs of {', '.join(CHOSEN_BY)} alone"
+            )
+        alike = {name: value for name, value in job.spec.items() if name != repeat["best_of"]}
+        groups.setdefault(json.dumps(alike, sort_keys=True), []).append(job)
+    made = []
+    for seed, rivals in itertools.product(repeat["seed"], groups.values()):
+        choices = [
+            _job({"run": rival.kind, **rival.spec, "seed": seed}, data, out, scratch)
+            for rival in rivals
+        ]
+        own = vars(choices[0]) | {"slots": rivals[0].slots, "timed": rivals[0].timed}
+        made.append(Repeated(**own, rivals=rivals, choices=choices))
+    return made
+
+
+def _job(spec: Spec, data: Path | None, out: Path, scratch: Path, before: Job | None = None) -> Job:
+    kind = spec.get("run", "glue" if before else None)
+    if kind is None:
+        raise ValueError(f'a run of the sweep does not say its kind: {spec}; add "run": "mlm"')
+    own = {name: value for name, value in spec.items() if name not in OF_THE_SWEEP}
+    for name in NEEDED.get(kind, ()):
+        if name not in own:
+            raise ValueError(f"a run of the sweep does not say its {name}: {spec}; add it")
+    identity = json.dumps([kind, own, before and before.place.folder.name], sort_keys=True)
+    folder = scratch / f"{kind}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    place = Place(data, out, folder, before and before.place.folder)
+    keys = _keys(kind, own, place, before)
+    slots, timed = max(1, int(spec.get("slots", 1))), bool(spec.get("timed", False))
+    return Job(kind, own, slots, keys, place, before, timed=timed)
+
+
+def _keys(kind: str, spec: Spec, place: Place, before: Job | None) -> list[Key]:
+    if before is None:
+        return jobs.find(kind).keys(spec, place)
+    if (before.kind, kind) != ("mlm", "glue"):
+        raise ValueError(f'"then" of a run {before.kind!r} holds {kind!r}; only glue follows mlm')
+    from lln.study.sweep.jobs import glue, mlm
+
+    return glue.keys(spec, place, mlm.pretrained(before.spec, before.place))

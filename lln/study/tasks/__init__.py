@@ -1,0 +1,1 @@
+"""What is trained: masked language modelling, GLUE, images, the Long Range Arena."""

@@ -1,0 +1,347 @@
+"""Fine-tuning on GLUE: a pre-trained body, a classification head, the learning rate from a grid.
+
+Only train and dev have labels. So a part of train is held out: it chooses learning rate and epoch,
+and dev is looked at once, with the weights that were chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lln.records.rows import Row
+from lln.study.data import glue as data
+from lln.study.data.pairs import Encoded, batches, bucket, encode, in_order
+from lln.study.tasks import metrics
+from lln.study.tasks.pretrained import Pretrained
+from lln.study.train import runfolder
+from lln.study.train.config import TrainConfig, check_number, check_whole
+from lln.study.train.engine import AUTOCAST
+from lln.study.train.loop import Summary, Task, train
+from lln.study.train.progress import Progress
+from lln.study.train.runlog import append_row, find_row, result_row
+
+EVALUATION_TOKENS = 65_536  # of a batch
+PROTOCOL = (
+    "learning rate and epoch chosen on a part of train that was held out; reported on dev, once"
+)
+
+
+@dataclass(frozen=True)
+class GlueConfig:
+    """A fine-tuning; see :func:`recipe`.
+
+    Attributes:
+        rates: Learning rates that are tried; the best on held-out examples is reported.
+        evaluations: Per epoch.
+        max_length: Tokens that are kept of an example.
+        dropout: Of embeddings, layers and head; attention has none.
+    """
+
+    task: str
+    rates: tuple[float, ...] = (5e-5, 1e-4, 2e-4)
+    epochs: int = 3
+    batch_size: int = 32
+    max_length: int = 128
+    warmup: float = 0.06
+    weight_decay: float = 0.1
+    dropout: float = 0.1
+    evaluations: int = 2
+    precision: str = "fp32"
+    compile: bool = False
+    graph: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.rates:
+            raise ValueError("rates is empty; pass at least one learning rate")
+        for rate in self.rates:  # all of them before the first is tried
+            check_number("rates", rate, "positive", lambda x: x > 0)
+        for name in ("epochs", "batch_size", "max_length", "evaluations"):
+            check_whole(name, getattr(self, name), least=1)
+        check_number("warmup", self.warmup, "between 0 and 1", lambda x: 0 <= x <= 1)
+
+
+def recipe(task: str, **changes: Any) -> GlueConfig:
+    """The usual settings of a task, some of them changed."""
+    small = task in ("rte", "mrpc", "cola", "stsb")
+    data.find_task(task)
+    usual = GlueConfig(task)
+    if small:
+        usual = dataclasses.replace(usual, epochs=10, batch_size=16, evaluations=1)
+    known = {item.name for item in dataclasses.fields(GlueConfig)} - {"task"}
+    unknown = sorted(set(changes) - known)
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)} is no field of a fine-tuning; choose from "
+            f"{', '.join(sorted(known))}"
+        )
+    if "rates" in changes:
+        changes["rates"] = tuple(float(rate) for rate in changes["rates"])
+    return dataclasses.replace(usual, **changes)
+
+
+class Finetuning(Task):
+    """Classification or regression of one or two texts.
+
+    Attributes:
+        kept: The best score on "valid" so far, and the weights that have it.
+    """
+
+    name, metric, better = "glue", "score", "higher"
+
+    def __init__(
+        self,
+        config: GlueConfig,
+        pretrained: Pretrained,
+        splits: Mapping[str, Encoded],
+        settings: Mapping[str, Any],
+    ) -> None:
+        self.config, self.pretrained, self.settings = config, pretrained, settings
+        self.glue = data.find_task(config.task)
+        self.splits = dict(splits)
+        self.epoch: tuple[int, Tensor, list[int]] | None = None
+        self.kept: tuple[float, dict[str, Tensor]] | None = None
+
+    def prepare(self, device: torch.device) -> None:
+        self.splits = {name: split.to(device) for name, split in self.splits.items()}
+
+    def build(self) -> nn.Module:
+        config = self.config
+        return self.pretrained.classifier(self.glue.classes, config.seed, dropout=config.dropout)
+
+    def batch(self, step: int, rows: slice) -> Mapping[str, Tensor]:
+        epoch, inside = divmod(step, len(self.splits["train"]) // self.config.batch_size)
+        if self.epoch is None or self.epoch[0] != epoch:
+            self.epoch = epoch, *self._batches(epoch)
+        _, index, sizes = self.epoch
+        return self.splits["train"].rows(index[inside, rows], sizes[inside])
+
+    def _batches(self, epoch: int) -> tuple[Tensor, list[int]]:
+        """The examples of all batches, put onto the device at once, and the length of each."""
+        config, examples = self.config, self.splits["train"]
+        lengths = examples.lengths
+        index = batches(lengths, batch_size=config.batch_size, seed=config.seed, epoch=epoch)
+        longest = lengths[index].amax(1).tolist()
+        return index.to(examples.ids.device), [bucket(x, config.max_length) for x in longest]
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        total = _loss(_outputs(model, batch), batch["labels"])
+        return total, torch.full_like(total, len(batch["labels"]))
+
+    def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
+        examples = self.splits[split]
+        outputs, labels = self._predict(model, examples)
+        loss = float(_loss(outputs, labels)) / len(examples)
+        found = outputs[:, 0] if self.glue.classes == 1 else outputs.argmax(-1)
+        values = metrics.compute(self.glue.metrics, labels.cpu().numpy(), found.cpu().numpy())
+        score = values[self.glue.score] if self.glue.score else sum(values.values()) / len(values)
+        if split == "valid" and (self.kept is None or score > self.kept[0]):
+            self.kept = score, {name: x.clone() for name, x in model.state_dict().items()}
+        return {"loss": loss, **values, "score": score}
+
+    def _predict(self, model: nn.Module, examples: Encoded) -> tuple[Tensor, Tensor]:
+        """Outputs of the head and labels, in the order of the lengths."""
+        outputs, labels = [], []
+        limits = {"max_length": self.config.max_length, "tokens": EVALUATION_TOKENS}
+        for index, length in in_order(examples.lengths, **limits):
+            batch = examples.rows(index.to(examples.ids.device), length)
+            outputs.append(_outputs(model, batch))
+            labels.append(batch["labels"])
+        return torch.cat(outputs), torch.cat(labels)
+
+
+def _outputs(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    return model(**inputs).logits.float()
+
+
+def _loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    """The sum over examples: cross-entropy of classes, squares for a number."""
+    if labels.is_floating_point():
+        return F.mse_loss(outputs[:, 0], labels, reduction="sum")
+    return F.cross_entropy(outputs, labels, reduction="sum")
+
+
+def plan(config: GlueConfig, pretrained: Pretrained, source: str) -> tuple[TrainConfig, dict]:
+    """What decides a result: the TrainConfig of the first rate without its steps, the settings."""
+    attention, options = pretrained.attention
+    shared = TrainConfig(
+        attention=attention,
+        options=options,
+        batch_size=config.batch_size,
+        learning_rate=config.rates[0],
+        weight_decay=config.weight_decay,
+        precision=config.precision,
+        compile=config.compile,
+        graph=config.graph,
+        log_every=20,
+        keep=0,
+        seed=config.seed,
+    )
+    settings = {
+        "task": config.task,
+        "data": source,
+        "protocol": PROTOCOL,
+        "rates": list(config.rates),
+        "epochs": config.epochs,
+        "evaluations": config.evaluations,
+        "warmup_share": config.warmup,
+        "max_length": config.max_length,
+        "dropout": config.dropout,
+        "pretraining": pretrained.identity,
+    }
+    return shared, settings
+
+
+def digest(config: GlueConfig, pretrained: Pretrained, source: str) -> str:
+    """Names a fine-tuning, known before it has run."""
+    shared, settings = plan(config, pretrained, source)
+    return shared.digest(settings)
+
+
+def run(
+    config: GlueConfig,
+    source: str | os.PathLike[str],
+    *,
+    data_folder: str | os.PathLike[str] | None = None,
+    folder: Path | None = None,
+    results: Path | None = None,
+    progress: Progress | None = None,
+    tensorboard: bool = True,
+    splits: Mapping[str, Encoded] | None = None,
+) -> Row:
+    """Fine-tune with every rate, report the best once; the row is returned, and appended.
+
+    One that has its row in ``results`` is not run again.
+
+    Args:
+        source: A run of ``lln train mlm``, or a Hugging Face folder.
+        data_folder: See :func:`lln.study.data.glue.find`.
+        folder: For curves, one folder per rate; None keeps nothing.
+        results: File that the row is appended to, by the first process.
+        splits: From :func:`encoded`, if several runs share them.
+    """
+    started = time.perf_counter()
+    pretrained, files = Pretrained.find(Path(source)), data.find(config.task, data_folder)
+    pretrained.check()
+    if config.max_length > pretrained.longest:
+        raise ValueError(
+            f"max_length={config.max_length} is more than the {pretrained.longest} positions of "
+            f"{source}; choose a smaller one"
+        )
+    splits = splits or encoded(config, pretrained, files)
+    shared, settings = plan(config, pretrained, files.source)
+    if config.batch_size > len(splits["train"]):
+        raise ValueError(
+            f"batch_size={config.batch_size} is more than the {len(splits['train'])} training "
+            "examples; choose a smaller one"
+        )
+    with runfolder.held(folder):
+        row = None if results is None else find_row(results, shared.digest(settings), config.seed)
+        if row is None:
+            watched = {"progress": progress, "tensorboard": tensorboard}
+            row = _run(config, pretrained, splits, folder, **watched, plan=(shared, settings))
+            row["seconds"] = round(time.perf_counter() - started, 2)
+            if results is not None and runfolder.is_first_process():
+                append_row(results, row, once=True)
+        return row
+
+
+def _run(
+    config: GlueConfig,
+    pretrained: Pretrained,
+    splits: Mapping[str, Encoded],
+    folder: Path | None,
+    *,
+    plan: tuple[TrainConfig, dict],
+    **watched: Any,
+) -> Row:
+    """Every rate, and the row of the best."""
+    started, (shared, settings) = time.perf_counter(), plan
+    tried: dict[float, tuple[float, int] | None] = {}
+    diverged = []
+    best: tuple[tuple[bool, float], float, Finetuning, Summary] | None = None
+    for rate in config.rates:
+        task = Finetuning(config, pretrained, splits, {**settings, "rate": rate})
+        own = _with_rate(config, shared, rate, len(splits["train"]))
+        place = None if folder is None else folder / f"rate-{rate:g}"
+        summary = train(task, own, place, **watched)
+        tried[rate], splits = summary.best, task.splits  # which are on the device now
+        diverged += [rate] * summary.diverged
+        worth = (not summary.diverged, task.kept[0] if task.kept else -math.inf)
+        if task.kept is not None and (best is None or worth > best[0]):
+            best = worth, rate, task, summary
+    assert best is not None, "there is an evaluation before the first update"
+    (_, valid), rate, task, summary = best
+    row = result_row(
+        "glue",
+        _with_rate(config, shared, rate, len(splits["train"])),
+        {**settings, "pretrained": dict(pretrained.configuration)},
+        {
+            **_test(task, summary, config.precision),
+            "valid": valid,
+            "valid_by_rate": {
+                f"{rate:g}": None if x is None else x[0] for rate, x in tried.items()
+            },
+            "learning_rate": rate,
+            "best_step": None if summary.best is None else summary.best[1],
+            "parameters": summary.parameters,
+            "steps": summary.steps,
+            "skipped": summary.skipped,
+            "diverged": summary.diverged,
+            "diverged_rates": diverged,
+            **{f"{name}_examples": len(split) for name, split in splits.items()},
+        },
+        seconds=time.perf_counter() - started,
+        device=summary.device,
+    )
+    return {**row, "digest": shared.digest(settings)}
+
+
+def encoded(config: GlueConfig, pretrained: Pretrained, files: data.Files) -> dict[str, Encoded]:
+    """The splits of a task as token numbers: of all that is configured, ``max_length`` decides."""
+    splits, tokenizer = data.read(files), pretrained.tokenizer()
+    kind = torch.float32 if files.task.classes == 1 else torch.int64
+    return {
+        name: encode(
+            tokenizer,
+            part.texts,
+            torch.tensor(part.labels, dtype=kind),
+            max_length=config.max_length,
+        )
+        for name, part in vars(splits).items()
+    }
+
+
+def _with_rate(config: GlueConfig, shared: TrainConfig, rate: float, examples: int) -> TrainConfig:
+    epoch = examples // config.batch_size
+    steps = epoch * config.epochs
+    return dataclasses.replace(
+        shared,
+        learning_rate=rate,
+        steps=steps,
+        warmup=math.ceil(config.warmup * steps),
+        eval_every=max(1, epoch // config.evaluations),
+    )
+
+
+def _test(task: Finetuning, summary: Summary, precision: str) -> dict[str, float]:
+    """Metrics on "test" with the weights that were best on "valid"."""
+    model = summary.model
+    assert task.kept is not None
+    model.load_state_dict(task.kept[1])
+    dtype = AUTOCAST[precision]
+    kind = torch.device(summary.device).type
+    with torch.no_grad(), torch.autocast(kind, dtype, enabled=dtype != torch.float32):
+        return task.evaluate(model.eval(), "test")

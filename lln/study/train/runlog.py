@@ -1,0 +1,172 @@
+"""What a run leaves to read: curves in its folder, and one result row in a file of results.
+
+Curves are ``curve.jsonl`` (rows of kind "train" and "eval") and ``monitor.jsonl`` (rows of
+attention heads), also written for TensorBoard. A run that is resumed cuts them back to the step it
+resumes from, so that they end up as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lln.records import files, machine
+from lln.records.rows import Row, RowFile, number, read_rows
+from lln.study.train.config import TrainConfig
+from lln.study.train.turn import shares_device
+
+CURVE, MONITOR = "curve.jsonl", "monitor.jsonl"
+
+
+class RunLog:
+    """The curves of a run.
+
+    Args:
+        folder: Of the run.
+        step: Updates done so far: later rows of an interrupted run are removed.
+        tensorboard: Also write event files, if the package is there.
+    """
+
+    def __init__(self, folder: Path, *, step: int = 0, tensorboard: bool = True) -> None:
+        _cut(folder / CURVE, lambda row: step > 0 and row["step"] <= step)
+        _cut(folder / MONITOR, lambda row: row["step"] < step)
+        self._curve, self._monitor = RowFile(folder / CURVE), None
+        self._folder = folder
+        self._writer = _writer(folder / "tensorboard", step) if tensorboard else None
+
+    def curve(self, row: Mapping[str, Any]) -> None:
+        """Append a row with ``kind``, ``step`` and numbers; NaN and infinity become None."""
+        clean = {name: _finite(value) for name, value in row.items()}
+        self._curve.write([clean])
+        self._scalars(clean, prefix=f"{clean.get('kind', 'train')}/")
+
+    def monitor(self, rows: list[Row]) -> None:
+        """Append rows of :func:`lln.instruments.monitor`."""
+        if self._monitor is None:
+            self._monitor = RowFile(self._folder / MONITOR)
+        self._monitor.write(rows)
+        for row in rows:
+            self._scalars(row, suffix=f"/layer {row['layer']}/head {row['head']}")
+
+    def close(self) -> None:
+        self._curve.close()
+        if self._monitor is not None:
+            self._monitor.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _scalars(self, row: Mapping[str, Any], *, prefix: str = "", suffix: str = "") -> None:
+        if self._writer is None:
+            return
+        for name, value in row.items():
+            if isinstance(value, float):
+                self._writer.add_scalar(f"{prefix}{name}{suffix}", value, row["step"])
+
+
+def _finite(value: Any) -> Any:
+    return number(value) if isinstance(value, float) else value
+
+
+def _cut(path: Path, keep: Callable[[Row], bool]) -> None:
+    """Leave only the rows that hold; the file is replaced at once."""
+    if not path.exists():
+        return
+    kept = [row for row in read_rows(path) if keep(row)]
+    files.write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def _writer(folder: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder), purge_step=step or None)
+
+
+def result_row(
+    subject: str,
+    config: TrainConfig,
+    settings: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+    *,
+    seconds: float,
+    device: str,
+) -> Row:
+    """A row that says all that is needed to judge and repeat it.
+
+    Args:
+        subject: "mlm", "glue", "vit", "lra" or "step".
+        settings: Those of the task, kept in ``configuration`` beside the fields of ``config``.
+        metrics: Columns of their own, such as ``loss``, ``accuracy``, ``tokens_per_second``.
+    """
+    return {
+        "subject": subject,
+        "mechanism": config.attention,
+        **{name: _finite(value) for name, value in metrics.items()},
+        "seed": config.seed,
+        "configuration": {**config.as_dict(), **settings},
+        "digest": config.digest(settings),
+        **machine.facts(device),
+        "transformers": machine.version("transformers"),
+        "shared": shares_device(),
+        "seconds": round(seconds, 2),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def append_row(path: str | os.PathLike[str], row: Mapping[str, Any], *, once: bool = False) -> None:
+    """Add a row to a file that several processes may append to at once.
+
+    The line is written under a lock, and on the disk when this returns. A line that another process
+    left torn is removed first.
+
+    Args:
+        once: Unless the file has a row of the same configuration and seed.
+
+    Raises:
+        OSError: The row could not be written as a whole; the file has no part of it.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    line = (json.dumps(row, allow_nan=False) + "\n").encode()
+    with files.locked(target.with_name(f".{target.name}.lock")):
+        if once and has_row(target, *key_of(row)):
+            return
+        handle = os.open(target, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            content = target.read_bytes()
+            os.ftruncate(handle, content.rfind(b"\n") + 1)
+            files.append(handle, line, sync=True)
+        finally:
+            os.close(handle)
+
+
+def key_of(row: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What names a row in its file; a row that somebody else has written may have no such names."""
+    return row.get("digest"), row.get("seed")
+
+
+def has_row(path: str | os.PathLike[str], digest: str, seed: int) -> bool:
+    """Whether a configuration has its row already."""
+    return find_row(path, digest, seed) is not None
+
+
+def find_row(path: str | os.PathLike[str], digest: str, seed: int) -> Row | None:
+    """The last row of a configuration, if it has one already."""
+    rows = read_rows(path) if Path(path).exists() else []
+    return next((row for row in reversed(rows) if key_of(row) == (digest, seed)), None)
+
+
+def thinned(rows: Sequence[Row], steps: int = 200) -> list[Row]:
+    """Rows of about so many steps, evenly spread; evaluations are all kept.
+
+    What results/ keeps of a long curve.
+    """
+    known = sorted({row["step"] for row in rows if row.get("kind") != "eval"})
+    stride = -(-len(known) // steps) or 1
+    kept = {*known[::-1][::stride]}  # the last one is among them
+    return [row for row in rows if row.get("kind") == "eval" or row["step"] in kept]

@@ -1,0 +1,67 @@
+"""The report of lln inspect in a real browser: heat maps fit a phone and a desk."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+
+import pytest
+import torch
+
+from lln.instruments.calls import AttentionCall
+from lln.study.inspect import heads, page
+from lln.study.page import render
+from tests.study.page.test_browser import BROWSER, QUIET
+
+PROBE = """<script>
+const box = (element) => element.getBoundingClientRect();
+const maps = [...document.querySelectorAll("svg")].filter((svg) => svg.querySelector("rect title"));
+const cells = [...maps[0].querySelectorAll("rect")].filter((rect) => rect.querySelector("title"));
+const text = maps[0].querySelectorAll("text");
+document.body.dataset.seen = JSON.stringify({
+  document: document.documentElement.scrollWidth, window: innerWidth, maps: maps.length,
+  cells: cells.length, right: Math.max(...cells.map((cell) => box(cell).right)),
+  cell: box(cells[0]).width, words: [...text].map((each) => box(each).height),
+  title: getComputedStyle(text[0]).fill});
+</script>"""
+
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on this machine")
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    q, k = torch.randn(2, 1, 12, 40, 8, generator=torch.Generator().manual_seed(0))
+    calls = [AttentionCall(n, f"layer.{n}", "softmax", q=q * (n + 1), k=k) for n in range(3)]
+    rows = [row for layer in heads.head_rows(calls) for row in layer]
+    html = render(page.build(rows, "a model", "Its lede.", {"device": "x" * 120}))
+    path = tmp_path_factory.mktemp("inspect") / "report.html"
+    path.write_text(html.replace("</body>", PROBE + "</body>"), encoding="utf-8")
+    return path
+
+
+def look(report, profile, width: int, *flags: str) -> dict:
+    assert BROWSER is not None
+    command = [BROWSER, *QUIET.split(), *flags, f"--user-data-dir={profile}"]
+    done = subprocess.run(
+        [*command, f"--window-size={width},900", "--dump-dom", report.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    seen = re.search(r'data-seen="([^"]+)"', done.stdout)
+    assert seen is not None, done.stderr[-2000:]
+    return json.loads(seen[1].replace("&quot;", '"'))
+
+
+def test_heat_maps_on_a_phone(report, tmp_path):
+    seen = look(report, tmp_path, 500)
+    assert seen["document"] <= seen["window"] and seen["right"] <= seen["window"]
+    assert seen["maps"] == 6 and seen["cells"] == 3 * 12
+    assert seen["cell"] >= 20 and min(seen["words"]) >= 8
+
+
+def test_heat_maps_on_a_dark_desk(report, tmp_path):
+    seen = look(report, tmp_path, 1300, "--blink-settings=preferredColorScheme=0")
+    assert seen["document"] <= seen["window"]
+    assert seen["title"] == "rgb(230, 233, 238)"
