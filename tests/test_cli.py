@@ -79,6 +79,24 @@ def test_what_is_unknown_is_refused(arguments, named):
     assert named in done.stderr
 
 
+def test_an_interrupted_training_says_how_to_go_on(capsys):
+    import typer
+
+    from lln.cli.train import plain_errors
+
+    with pytest.raises(typer.Exit) as end, plain_errors("lln train mlm"):
+        raise KeyboardInterrupt
+    assert end.value.exit_code == 130
+    assert "lln train mlm: interrupted; the same command goes on" in capsys.readouterr().err
+
+
+def test_what_does_not_exist_is_named(tmp_path):
+    done = in_process("report", "--results", str(tmp_path / "nowhere"))
+    assert done.exit_code == 2 and "nowhere is not a folder" in " ".join(done.stderr.split())
+    done = in_process("sweep", str(tmp_path / "none.json"))
+    assert done.exit_code and "none.json does not exist" in done.output + str(done.exception)
+
+
 def test_bench_writes_rows_and_prints_ratios(tmp_path, monkeypatch):
     from lln.study.bench import cpu, sweep
     from lln.study.bench.cases import Case

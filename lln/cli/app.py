@@ -69,7 +69,7 @@ def demo(
 def list_mechanisms(
     name: Annotated[str | None, typer.Argument(help="Show all that is known of this one.")] = None,
 ) -> None:
-    """The mechanisms of the zoo: paper, cost, forms, what they add, defaults and their source."""
+    """The mechanisms of the zoo: paper, time and forms; with a NAME all that is known of one."""
     from rich.console import Console
     from rich.table import Table
 
@@ -85,16 +85,14 @@ def list_mechanisms(
             raise typer.BadParameter(str(error)) from None
         console.print(_record(entry, Table(show_header=False, box=None)))
         return
-    table = Table(show_lines=True)
+    table = Table(box=None, pad_edge=False)
     table.add_column("mechanism", no_wrap=True)
-    for column in ("paper", "time", "memory", "forms", "learns in addition", "defaults", "source"):
+    for column in ("paper", "time", "forms"):
         table.add_column(column)
     for entry in map(zoo.describe, zoo.list_mechanisms()):
-        adds = entry.parameters + ("; replaces the FFN" if entry.replaces_ffn else "")
-        costs = (entry.time, entry.memory)
-        defaults = _options_text(entry)
-        table.add_row(entry.name, entry.paper, *costs, _forms(entry), adds, defaults, entry.source)
+        table.add_row(entry.name, entry.paper, entry.time, _forms(entry))
     console.print(table)
+    console.print("More of one, with its options: lln list NAME", style="dim", highlight=False)
 
 
 def _forms(entry) -> str:
@@ -231,7 +229,9 @@ def table(
     elif markdown:
         typer.echo("\n\n".join(each.markdown() for each in found))
     else:
-        _show_tables(found)
+        from lln.cli.tables import show_tables
+
+        show_tables(found)
 
 
 @app.command()
@@ -244,6 +244,8 @@ def report(
     From the rows in --results, with scale, data, seeds, device and commit, and a sentence on what
     differs. What has not been measured says how to measure it.
     """
+    if not results.is_dir():
+        raise typer.BadParameter(f"--results {results} is not a folder; pass that of the rows")
     import lln
     from lln.records import files, machine
     from lln.study.page import render
@@ -251,24 +253,6 @@ def report(
 
     about = {"lln": f"{lln.__version__}, commit {machine.commit()}", "rows from": str(results)}
     typer.echo(files.write_text(out, render(page(results, about))))
-
-
-def _show_tables(found) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200  # a file or a pipe has no edge to wrap at
-    for each in found:
-        shown = Table(title=each.title, title_justify="left")
-        for n, column in enumerate(each.columns):
-            shown.add_column(column, justify="right" if n else "left", no_wrap=True)
-        for line in each.lines:
-            shown.add_row(*line)
-        console.print(shown)
-        for note in each.notes:
-            console.print(f"  {note}", style="dim", highlight=False)
 
 
 def main() -> None:

@@ -75,6 +75,9 @@ def given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+INTERRUPTED = 130  # as shells have it: 128 and the number of the signal
+
+
 @contextlib.contextmanager
 def plain_errors(command: str) -> Iterator[None]:
     """What the user can mend is said in a line, without a traceback."""
@@ -84,6 +87,13 @@ def plain_errors(command: str) -> Iterator[None]:
         if os.environ.get("LLN_TRACEBACK"):
             raise
         raise SystemExit(f"{command}: {error}") from None
+    except KeyboardInterrupt:
+        typer.echo(
+            f"{command}: interrupted; the same command goes on from the last checkpoint, if there "
+            "is one",
+            err=True,
+        )
+        raise typer.Exit(INTERRUPTED) from None
     finally:
         from lln.study.train.engine import leave_processes
 

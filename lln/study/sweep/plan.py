@@ -43,6 +43,10 @@ def read(path: Path) -> Any:
     """The content of a sweep file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} does not exist; pass a sweep file, such as those in sweeps/"
+        ) from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a sweep: {error}") from None
 
