@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lln.nn import LLNAttention, LLNMultiheadAttention
 from tests.helpers import never_waiting
@@ -73,3 +74,22 @@ def test_float_padding_reads_everything_but_zero_as_ignore():
     expected = layer(x, x, x, key_padding_mask=ignore)[0]
     additive = torch.zeros(2, 33, device="cuda").masked_fill(ignore, -1e9)
     torch.testing.assert_close(layer(x, x, x, key_padding_mask=additive)[0], expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_compiled_checkpointing_trains_as_without(mode):
+    """Generated code, with CUDA graphs too, which must not replay a first run as the second."""
+    torch._dynamo.reset()
+    core = LLNAttention(4, 32, num_kv_heads=2, **OPTIONS[2]).cuda()
+    saved = copy.deepcopy(core)
+    run = torch.compile(lambda *x: checkpoint(saved, *x, use_reentrant=False), mode=mode)
+    for step in range(4):
+        given = qkv(2, 4, 77, 32, kv_heads=2, device="cuda", seed=step)
+        inputs, copies = ([x.clone().requires_grad_() for x in given] for _ in range(2))
+        core(*inputs).square().sum().backward()
+        run(*copies).square().sum().backward()
+        for x, y in zip(inputs, copies, strict=True):
+            torch.testing.assert_close(y.grad, x.grad, rtol=1e-3, atol=1e-3)
+    for name, value in core.state_dict().items():
+        torch.testing.assert_close(saved.state_dict()[name], value, rtol=1e-4, atol=1e-5)
