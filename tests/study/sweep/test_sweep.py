@@ -373,8 +373,11 @@ def test_mistakes_in_a_file_are_said(tmp_path, data):
             plan(content, **places)
     with pytest.raises(ValueError, match="corpus='wiki2015' needs the folder"):
         plan([{**TINY, "corpus": "wiki2015"}], **{**places, "data": None})
-    with pytest.raises(ValueError, match="is not a sweep"):
+    with pytest.raises(ValueError, match=r"absent\.json does not exist"):
         read(tmp_path / "absent.json")
+    (tmp_path / "torn.json").write_text('{"base": ')
+    with pytest.raises(ValueError, match=r"torn\.json is not a sweep"):
+        read(tmp_path / "torn.json")
 
 
 def test_the_commands_run_what_they_are_asked(tmp_path, data):
