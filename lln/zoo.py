@@ -7,6 +7,7 @@ out = layer(x, key_mask)                # [B, N, 256] -> the same; key_mask True
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from typing import Any
 
 from jaxtyping import Bool, Float
@@ -354,10 +355,16 @@ def describe(name: str) -> Mechanism:
         {'landmarks': 64, 'iterations': 6, 'kernel_size': 33}
     """
     if name not in MECHANISMS:
-        close = difflib.get_close_matches(str(name), MECHANISMS, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f"name={name!r} is unknown; {hint}There are {', '.join(MECHANISMS)}")
+        raise unknown_name("name", name, MECHANISMS)
     return MECHANISMS[name]
+
+
+def unknown_name(argument: str, name: object, known: Iterable[str]) -> ValueError:
+    """The error for a name that is none of ``known``, with the nearest of them."""
+    names = list(known)
+    close = difflib.get_close_matches(str(name), names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return ValueError(f"{argument}={name!r} is unknown; {hint}There are {', '.join(names)}")
 
 
 def create(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +26,7 @@ from lln.cli.train import (
     plain_errors,
     train_app,
 )
+from lln.study.train.runfolder import is_first_process
 
 OnDamaged = Annotated[
     str, typer.Option(help="stop before training if data are damaged, or skip those.")
@@ -180,7 +180,7 @@ def _cost(row: dict[str, Any]) -> str:
 
 
 def _print_end(row: dict[str, Any], folder: Path, results: Path) -> None:
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first_process():
         return
     valid = row["valid_accuracy"]
     said = [

@@ -14,6 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
+from lln.study.train.runfolder import is_first_process
+
 train_app = typer.Typer(
     help="Train a model with any attention of the zoo.",
     no_args_is_help=True,
@@ -102,7 +104,7 @@ def plain_errors(command: str) -> Iterator[None]:
 
 def exit_if_diverged(row: Mapping[str, Any]) -> None:
     """Say of how many updates nothing came; with status 1 if there is no result to speak of."""
-    if row.get("skipped") and os.environ.get("RANK", "0") == "0":
+    if row.get("skipped") and is_first_process():
         typer.echo(
             f"{row['skipped']:,} of {row['steps']:,} updates were left out: their gradients were "
             "not finite",
@@ -226,7 +228,7 @@ def mlm(
             tokenizer=tokenizer,
             progress=Bar(f"{recipe} {attention}"),
         )
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_process():
             _print_end(done.row, folder, results)
         exit_if_diverged(done.row)
 
@@ -292,7 +294,7 @@ def glue(
             results=results,
             progress=Bar(f"{task} {source.name}"),
         )
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_process():
             names = ("accuracy", "f1", "matthews", "pearson", "spearman")
             numbers = ", ".join(f"{name} {row[name]:.4f}" for name in names if name in row)
             typer.echo(f"dev: {numbers} (learning rate {row['learning_rate']:g})")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,9 +16,7 @@ def check(attention: str, options: Mapping[str, Any]) -> None:
     """
     names = [*dict.fromkeys((*softmax.NAMES, *zoo.list_mechanisms()))]
     if attention not in names:
-        close = difflib.get_close_matches(str(attention), names, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f"attention={attention!r} is unknown; {hint}There are {', '.join(names)}")
+        raise zoo.unknown_name("attention", attention, names)
     if not isinstance(options, Mapping):
         raise TypeError(f"options={options!r} is no set of names and values, such as diag_block=32")
     known = zoo.describe("softmax" if attention in softmax.NAMES else attention).defaults
