@@ -19,7 +19,7 @@ from lln.ops.causal import causal
 from lln.ops.dispatch import choose, name_of
 from lln.ops.lln_diag import lln_diag
 from lln.ops.state import State, read, summarize
-from lln.ops.varlen import check_packed, check_packed_qkv, packed_standard_deviations, varlen
+from lln.ops.varlen import check_packed, check_packed_qkv, varlen
 from lln.protocols import Call
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def attention_varlen(
     check_pair(alpha, beta, is_causal)
     sequences, heads, key_heads = len(cu_seqlens_q) - 1, q.shape[1], k.shape[1]
     if alpha is None or beta is None:
-        sigma_q, sigma_k = packed_standard_deviations(
+        sigma_q, sigma_k = moments.statistics.packed_standard_deviations(
             q, k, cu_seqlens_q, cu_seqlens_k, key_mask=key_mask, query_mask=query_mask
         )
         alpha, beta = moments.match_moments(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lln.ops import triton
@@ -42,6 +42,20 @@ def standard_deviations(
     if may_launch(impl) and triton.refuses(Call("standard_deviations", q, k, k)) is None:
         return triton.standard_deviations(q, k, key_mask=key_mask, query_mask=query_mask)
     return _deviation(q, query_mask, k.shape[1]), _deviation(k, key_mask, k.shape[1])
+
+
+def packed_standard_deviations(
+    q: Float[Tensor, "T H D"],
+    k: Float[Tensor, "Tk Hkv D"],
+    cu_q: Int[Tensor, " S1"],
+    cu_k: Int[Tensor, " S1"],
+    *,
+    key_mask: Bool[Tensor, " Tk"] | None = None,
+    query_mask: Bool[Tensor, " T"] | None = None,
+) -> tuple[Float[Tensor, "S Hkv"], Float[Tensor, "S Hkv"]]:
+    """σ_q (pooled over the heads that share a key head) and σ_k of each sequence."""
+    grouped = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [T, Hkv, G·D]
+    return _packed_deviation(grouped, cu_q, query_mask), _packed_deviation(k, cu_k, key_mask)
 
 
 def score_variance(
@@ -121,6 +135,27 @@ def _deviation(
     mean = average(x.sum(-1, keepdim=True))
     norms = torch.linalg.vector_norm(x - mean, dim=-1, keepdim=True)
     return average(norms.square()).sqrt()[:, :, 0, 0]
+
+
+def _packed_deviation(x: Tensor, cu: Tensor, mask: Tensor | None) -> Tensor:
+    """Biased standard deviation over tokens and width, mean removed first, per sequence."""
+    x = x.detach().to(compute_dtype(x))
+    lengths = cu.diff().to(x.device)
+    sequence = torch.repeat_interleave(
+        torch.arange(len(lengths), device=x.device), lengths, output_size=x.shape[0]
+    )
+    weight = x.new_ones(x.shape[0]) if mask is None else mask.to(x.dtype)
+    if mask is not None:
+        x = x.masked_fill(~mask[:, None, None], 0)
+
+    def average(y: Tensor) -> Tensor:
+        total = y.new_zeros(len(lengths), y.shape[1]).index_add_(0, sequence, y)
+        count = weight.new_zeros(len(lengths)).index_add_(0, sequence, weight)
+        return total / count.clamp(min=1)[:, None]
+
+    mean = average(x.mean(-1) * weight[:, None])
+    deviation = x - mean[sequence][..., None]
+    return average(deviation.square().mean(-1) * weight[:, None]).sqrt()
 
 
 def _mean_and_covariance(

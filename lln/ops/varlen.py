@@ -1,4 +1,4 @@
-"""Packed sequences on canonical arguments, the checks of the packing, and their statistics."""
+"""Packed sequences on canonical arguments and the checks of the packing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lln.ops.arguments import check_alike, check_floating, may_look_at
 from lln.ops.dispatch import choose
-from lln.protocols import Call, compute_dtype
+from lln.protocols import Call
 
 
 def varlen(
@@ -45,41 +45,6 @@ def varlen(
         is_causal=is_causal,
         normalize_keys=normalize_keys,
     )
-
-
-def packed_standard_deviations(
-    q: Float[Tensor, "T H D"],
-    k: Float[Tensor, "Tk Hkv D"],
-    cu_q: Int[Tensor, " S1"],
-    cu_k: Int[Tensor, " S1"],
-    *,
-    key_mask: Bool[Tensor, " Tk"] | None = None,
-    query_mask: Bool[Tensor, " T"] | None = None,
-) -> tuple[Float[Tensor, "S Hkv"], Float[Tensor, "S Hkv"]]:
-    """σ_q (pooled over the heads that share a key head) and σ_k of each sequence."""
-    grouped = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [T, Hkv, G·D]
-    return _deviation(grouped, cu_q, query_mask), _deviation(k, cu_k, key_mask)
-
-
-def _deviation(x: Tensor, cu: Tensor, mask: Tensor | None) -> Tensor:
-    """Biased standard deviation over tokens and width, mean removed first, per sequence."""
-    x = x.detach().to(compute_dtype(x))
-    lengths = cu.diff().to(x.device)
-    sequence = torch.repeat_interleave(
-        torch.arange(len(lengths), device=x.device), lengths, output_size=x.shape[0]
-    )
-    weight = x.new_ones(x.shape[0]) if mask is None else mask.to(x.dtype)
-    if mask is not None:
-        x = x.masked_fill(~mask[:, None, None], 0)
-
-    def average(y: Tensor) -> Tensor:
-        total = y.new_zeros(len(lengths), y.shape[1]).index_add_(0, sequence, y)
-        count = weight.new_zeros(len(lengths)).index_add_(0, sequence, weight)
-        return total / count.clamp(min=1)[:, None]
-
-    mean = average(x.mean(-1) * weight[:, None])
-    deviation = x - mean[sequence][..., None]
-    return average(deviation.square().mean(-1) * weight[:, None]).sqrt()
 
 
 def check_packed(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lln.moments import score_variance, standard_deviations
+from lln.moments.statistics import packed_standard_deviations
 from tests.helpers import random_qkv
 
 NAN = float("nan")
@@ -32,6 +33,28 @@ def test_deviation_is_that_of_all_elements(heads, key_heads):
     pooled = q.unflatten(1, (key_heads, -1)).flatten(2)
     torch.testing.assert_close(sigma_q, pooled.std(-1, correction=0))
     torch.testing.assert_close(sigma_k, k.flatten(2).std(-1, correction=0))
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_packed_deviations_are_those_of_each_sequence(key_heads):
+    q, k, _ = random_qkv(1, 4, 9, 12, key_heads=key_heads)
+    masks = {"query_mask": mask_of("xx.xxxx.x"), "key_mask": mask_of("x.xxxxxxx..x")}
+    q = q.masked_fill(~masks["query_mask"][:, None, :, None], NAN)
+    starts_q, starts_k = [0, 4, 4, 9], [0, 2, 5, 12]
+    got = packed_standard_deviations(
+        *(x[0].transpose(0, 1) for x in (q, k)),
+        *(torch.tensor(starts) for starts in (starts_q, starts_k)),
+        **{name: mask[0] for name, mask in masks.items()},
+    )
+    for s in range(3):
+        queries, keys = slice(*starts_q[s : s + 2]), slice(*starts_k[s : s + 2])
+        alone = standard_deviations(
+            q[:, :, queries],
+            k[:, :, keys],
+            query_mask=masks["query_mask"][:, queries],
+            key_mask=masks["key_mask"][:, keys],
+        )
+        torch.testing.assert_close((got[0][s], got[1][s]), (alone[0][0], alone[1][0]))
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(2, 2), (4, 2), (3, 1)])
