@@ -15,7 +15,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lln.functional import block_scale, check_block_options, check_pair, explain_sdpa_arguments
-from lln.moments import match_moments, standard_deviations
+from lln.moments import standard_deviations
+from lln.moments.calibration import match_heads
 from lln.ops.arguments import as_scale, autocast, check_mask, check_positive_int, check_qkv
 from lln.ops.block_diagonal import block_diagonal
 from lln.ops.branches import blend
@@ -232,10 +233,15 @@ def _measured_scales(
     sigma_q, sigma_k = (
         _pooled(*part.unbind(-1)).to(sigma_q.dtype) for part in slices.split(3, dim=-1)
     )
-    alpha, beta = match_moments(
-        sigma_q, sigma_k, q.shape[-1], method=method, normalize_keys=normalize_keys, impl=impl
+    return match_heads(
+        sigma_q,
+        sigma_k,
+        q.shape[1],
+        q.shape[-1],
+        method=method,
+        normalize_keys=normalize_keys,
+        impl=impl,
     )
-    return alpha.repeat_interleave(q.shape[1] // key_heads, dim=1), beta
 
 
 def _count_and_mean(x: Tensor, mask: Tensor | None, key_heads: int) -> tuple[Tensor, Tensor]:

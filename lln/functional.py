@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lln import moments
+from lln.moments.calibration import calibrate, calibrate_packed
 from lln.ops import triton
 from lln.ops.arguments import as_scale, autocast, check_mask, check_positive_int, check_qkv
 from lln.ops.bidirectional import bidirectional
@@ -164,13 +164,17 @@ def attention_varlen(
     check_pair(alpha, beta, is_causal)
     sequences, heads, key_heads = len(cu_seqlens_q) - 1, q.shape[1], k.shape[1]
     if alpha is None or beta is None:
-        sigma_q, sigma_k = moments.statistics.packed_standard_deviations(
-            q, k, cu_seqlens_q, cu_seqlens_k, key_mask=key_mask, query_mask=query_mask
+        alpha, beta = calibrate_packed(
+            q,
+            k,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            key_mask=key_mask,
+            query_mask=query_mask,
+            method=method,
+            normalize_keys=normalize_keys,
+            impl=impl,
         )
-        alpha, beta = moments.match_moments(
-            sigma_q, sigma_k, q.shape[-1], method=method, normalize_keys=normalize_keys, impl=impl
-        )
-        alpha = alpha.repeat_interleave(heads // key_heads, dim=1)
     return varlen(
         q,
         k,
@@ -333,7 +337,7 @@ def _scales(
             as_scale("alpha", alpha, q.shape[0], q.shape[1], q),
             as_scale("beta", beta, k.shape[0], k.shape[1], k),
         )
-    return moments.calibrate(
+    return calibrate(
         q,
         k,
         key_mask=key_mask,

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from jaxtyping import Bool, Float
+from typing import Any
+
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lln.moments.line import MomentFit
 from lln.moments.matching import match_moments
-from lln.moments.statistics import score_variance, standard_deviations
+from lln.moments.statistics import (
+    packed_standard_deviations,
+    score_variance,
+    standard_deviations,
+)
 
 TARGETS = ("product", "measured")
 
@@ -49,14 +55,62 @@ def calibrate(
     measured = None
     if target == "measured":
         measured = score_variance(q, k, key_mask=key_mask, query_mask=query_mask)
-    alpha, beta = match_moments(
+    return match_heads(
         sigma_q,
         sigma_k,
+        q.shape[1],
         q.shape[-1],
         method=method,
         normalize_keys=normalize_keys,
         score_variance=measured,
         impl=impl,
     )
-    group = q.shape[1] // k.shape[1]
-    return alpha[:, :, None].expand(-1, -1, group).flatten(1), beta
+
+
+def calibrate_packed(
+    q: Float[Tensor, "T H D"],
+    k: Float[Tensor, "Tk Hkv D"],
+    cu_q: Int[Tensor, " S1"],
+    cu_k: Int[Tensor, " S1"],
+    *,
+    key_mask: Bool[Tensor, " Tk"] | None = None,
+    query_mask: Bool[Tensor, " T"] | None = None,
+    method: str | MomentFit = "paper",
+    normalize_keys: bool = False,
+    impl: str | None = None,
+) -> tuple[Float[Tensor, "S H"], Float[Tensor, "S Hkv"]]:
+    """Measure packed sequences one by one, as :func:`calibrate` does samples; nothing is checked.
+
+    Args:
+        cu_q, cu_k: As in :func:`lln.attention_varlen`.
+    """
+    sigma_q, sigma_k = packed_standard_deviations(
+        q, k, cu_q, cu_k, key_mask=key_mask, query_mask=query_mask
+    )
+    return match_heads(
+        sigma_q,
+        sigma_k,
+        q.shape[1],
+        q.shape[-1],
+        method=method,
+        normalize_keys=normalize_keys,
+        impl=impl,
+    )
+
+
+def match_heads(
+    sigma_q: Float[Tensor, "*B Hkv"],
+    sigma_k: Float[Tensor, "*B Hkv"],
+    heads: int,
+    head_dim: int,
+    **options: Any,
+) -> tuple[Float[Tensor, "*B H"], Float[Tensor, "*B Hkv"]]:
+    """Match each key head by :func:`match_moments`; query heads that share one share its alpha.
+
+    Args:
+        heads: H, the number of query heads.
+        options: Those of :func:`match_moments`.
+    """
+    alpha, beta = match_moments(sigma_q, sigma_k, head_dim, **options)
+    group = heads // alpha.shape[-1]
+    return alpha[..., None].expand(*alpha.shape, group).flatten(-2), beta

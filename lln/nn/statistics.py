@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lln import moments
+from lln.moments.calibration import match_heads
 from lln.nn import averages
 from lln.protocols import HALF
 
@@ -61,16 +62,16 @@ class Matching:
     def scales(self, variances: Float[Tensor, "R Hkv"]) -> tuple[Tensor, Tensor]:
         """α ``[H]`` and β ``[Hkv]`` from the rows σ_q², σ_k² (and the variance of the scores)."""
         deviations = variances[:2].sqrt()
-        alpha, beta = moments.match_moments(
+        return match_heads(
             deviations[0],
             deviations[1],
+            self.num_heads,
             self.head_dim,
             method=self.method,
             normalize_keys=self.normalize_keys,
             score_variance=variances[2] if self.target == "measured" else None,
             impl=self.impl,
         )
-        return alpha.repeat_interleave(self.num_heads // self.num_kv_heads), beta
 
     @torch.no_grad()
     def pooled_variances(
