@@ -18,6 +18,13 @@ from lln.moments.statistics import (
 TARGETS = ("product", "measured")
 
 
+def check_target(target: str) -> None:
+    """Raise at a name for σ_sm² that is not known."""
+    if target not in TARGETS:
+        names = " or ".join(repr(name) for name in TARGETS)
+        raise ValueError(f"target={target!r} is unknown; pass {names}")
+
+
 def calibrate(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B Hkv M D"],
@@ -46,9 +53,7 @@ def calibrate(
     Example:
         >>> alpha, beta = calibrate(q, k, method="entropy")     # [2, 8, 100, 64] -> [2, 8], [2, 8]
     """
-    if target not in TARGETS:
-        names = " or ".join(repr(name) for name in TARGETS)
-        raise ValueError(f"target={target!r} is unknown; pass {names}")
+    check_target(target)
     sigma_q, sigma_k = standard_deviations(
         q, k, key_mask=key_mask, query_mask=query_mask, impl=impl
     )

@@ -16,12 +16,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lln import moments
-from lln.moments.calibration import match_heads
+from lln.moments.calibration import check_target, match_heads
 from lln.nn import averages
 from lln.protocols import HALF
 
 KINDS = ("sample", "running", "fixed")
-TARGETS = ("product", "measured")
 CAUSAL_NEEDS_STORED_STATISTICS = (
     "statistics='sample' cannot serve causal attention: σ of the whole sequence would leak the "
     "future into every output; use statistics='running' (averages over past batches) or "
@@ -52,8 +51,7 @@ class Matching:
     impl: str | None = None
 
     def __post_init__(self) -> None:
-        if self.target not in TARGETS:
-            raise ValueError(f"target={self.target!r} is unknown; choose from {', '.join(TARGETS)}")
+        check_target(self.target)
         # An unknown method fails here, and a tabulated one is tabulated before the first batch.
         moments.match_moments(
             1.0, 1.0, self.head_dim, method=self.method, normalize_keys=self.normalize_keys

@@ -79,7 +79,7 @@ def test_grouped_heads():
 
 def test_bad_arguments():
     q, k = gaussian(5, 4)
-    with pytest.raises(ValueError, match="target='exact' is unknown; choose one of product"):
+    with pytest.raises(ValueError, match="target='exact' is unknown; pass 'product' or"):
         temperature(q, k, target="exact")
     with pytest.raises(ValueError, match="nothing to measure"):
         temperature(q[:, :, :0], k)
