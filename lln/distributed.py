@@ -19,10 +19,10 @@ from lln.moments import standard_deviations
 from lln.moments.calibration import match_heads
 from lln.ops.arguments import as_scale, autocast, check_mask, check_positive_int, check_qkv
 from lln.ops.block_diagonal import block_diagonal
-from lln.ops.branches import blend
 from lln.ops.causal import causal
 from lln.ops.dispatch import choose
 from lln.ops.eager.features import finite_or_zero
+from lln.ops.eager.parts import blend
 from lln.ops.eager.state import merge
 from lln.ops.state import State
 from lln.protocols import Call, compute_dtype

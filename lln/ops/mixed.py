@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lln.ops import eager, triton
-from lln.ops.branches import blend
+from lln.ops.eager.parts import blend
 from lln.protocols import Call
 
 

@@ -13,6 +13,7 @@ from lln.ops import transforms
 from lln.ops.eager import fused_blocks
 from lln.ops.eager.block_diagonal import block_diagonal_op
 from lln.ops.eager.causal import causal_op
+from lln.ops.eager.parts import causal_by_parts
 from lln.ops.eager.state import merge, read_op, summarize_op
 from lln.ops.eager.varlen import varlen_op
 from lln.protocols import Call
@@ -66,35 +67,22 @@ def causal(
     slot_dropout=None,
     wide=False,
 ) -> Tensor:
-    """Query i sees keys j ≤ i + M − N, and the keys of ``state`` before them.
+    """Query i sees keys j ≤ i + M − N, and the keys of ``state`` before them."""
 
-    Keys before the first query's position join the state; queries before the first key read the
-    state alone; what is left is a square problem.
-    """
-    options = {"beta": beta, "normalize_keys": normalize_keys}
-    if state is None:
-        none = slice(0, 0)
-        log_mass, mean = summarize(k[:, :, none], v[:, :, none], **options)
-    else:
-        log_mass, mean = state.log_mass, state.mean
-    early = max(k.shape[2] - q.shape[2], 0)
-    if early:
-        mask = None if key_mask is None else key_mask[:, :early]
-        prefix = summarize(k[:, :, :early], v[:, :, :early], key_mask=mask, **options)
-        log_mass, mean = merge(log_mass, mean, *prefix)
-        k, v = k[:, :, early:], v[:, :, early:]
-        key_mask = None if key_mask is None else key_mask[:, early:]
-    blind = q.shape[2] - k.shape[2]
-    drops = (None, None)
-    if slot_dropout is not None:
-        drops = slot_dropout[:, :, :blind], slot_dropout[:, :, blind:]
-    out, _ = causal_op(
-        q[:, :, blind:], k, v, alpha, beta, key_mask, log_mass, mean, drops[1], normalize_keys, wide
-    )
-    if not blind:
+    def before(k, v, mask):
+        return summarize(k, v, beta=beta, key_mask=mask, normalize_keys=normalize_keys)
+
+    def attend(q, k, v, key_mask, drop, given):
+        given = given or before(k[:, :, :0], v[:, :, :0], None)
+        out, _ = causal_op(q, k, v, alpha, beta, key_mask, *given, drop, normalize_keys, wide)
         return out
-    first = read(q[:, :, :blind], log_mass, mean, alpha=alpha, slot_dropout=drops[0], wide=wide)
-    return torch.cat([first, out], dim=2)
+
+    def read_alone(q, log_mass, mean, drop):
+        return read(q, log_mass, mean, alpha=alpha, slot_dropout=drop, wide=wide)
+
+    return causal_by_parts(
+        q, k, v, key_mask, state, slot_dropout, summarize=before, attend=attend, read=read_alone
+    )
 
 
 def lln_diag(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lln.ops.eager.block_diagonal import block_diagonal_backward
 from lln.ops.eager.causal import causal_backward, causal_op
+from lln.ops.eager.parts import early_and_blind
 from lln.ops.eager.registry import register
 from lln.ops.eager.state import read_backward, summarize_backward, summarize_op
 from lln.protocols import compute_dtype
@@ -110,7 +111,7 @@ def _bidirectional_backward(d_out, q, k, v, alpha, beta, key_mask, normalize_key
 
 def _causal_backward(d_out, q, k, v, alpha, beta, key_mask, normalize_keys):
     """Keys before the first query are a prefix state; queries before the first key see nothing."""
-    early, blind = max(k.shape[2] - q.shape[2], 0), max(q.shape[2] - k.shape[2], 0)
+    early, blind = early_and_blind(q, k)
     prefix = k[:, :, :early], v[:, :, :early], beta, key_mask[:, :early]
     state = summarize_op(*prefix, normalize_keys)
     square = q[:, :, blind:], k[:, :, early:], v[:, :, early:], alpha, beta, key_mask[:, early:]

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lln.ops.branches import blend
+from lln.ops.eager.parts import blend
 from lln.ops.triton.blocks.block_diagonal import block_diagonal
 from lln.ops.triton.blocks.launch import diag, diag_backward, empty_diag_lse
 from lln.ops.triton.library import empty_rows, register, register_backward

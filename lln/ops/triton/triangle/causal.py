@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lln.ops.eager.state import merge
+from lln.ops.eager.parts import causal_by_parts
 from lln.ops.triton.library import empty_rows, register, register_backward
 from lln.ops.triton.linear.launch import empty_lse, prepared
 from lln.ops.triton.linear.state import read, summarize
@@ -32,34 +32,22 @@ def causal(
     state: State | None = None,
     slot_dropout: None = None,
 ) -> Float[Tensor, "B H N E"]:
-    """Query i sees keys j ≤ i + M − N, and the keys of ``state`` before them.
-
-    Keys before the first query's position join the state; queries before the first key read the
-    state alone; what is left is a square problem.
-    """
+    """Query i sees keys j ≤ i + M − N, and the keys of ``state`` before them."""
     if slot_dropout is not None:
         raise ValueError("slot_dropout is not supported by impl='triton'; use impl='eager'")
-    given = None if state is None else (state.log_mass, state.mean)
-    early = max(k.shape[2] - q.shape[2], 0)
-    if early:
-        mask = None if key_mask is None else key_mask[:, :early]
-        prefix = summarize(
-            k[:, :, :early], v[:, :, :early],
-            beta=beta, key_mask=mask, normalize_keys=normalize_keys,
-        )  # fmt: skip
-        given = prefix if given is None else merge(*given, *prefix)
-        k, v = k[:, :, early:], v[:, :, early:]
-        key_mask = None if key_mask is None else key_mask[:, early:]
-    blind = q.shape[2] - k.shape[2]
-    log_mass, mean = given or (None, None)
-    out, *_ = _forward(q[:, :, blind:], k, v, alpha, beta, log_mass, mean, key_mask, normalize_keys)
-    if not blind:
-        return out
-    if log_mass is None or mean is None:
-        first = out.new_zeros((*out.shape[:2], blind, out.shape[-1]))
-    else:
-        first = read(q[:, :, :blind], log_mass, mean, alpha=alpha)
-    return torch.cat([first, out], dim=2)
+
+    def attend(q, k, v, key_mask, _, given):
+        log_mass, mean = given or (None, None)
+        return _forward(q, k, v, alpha, beta, log_mass, mean, key_mask, normalize_keys)[0]
+
+    return causal_by_parts(
+        q, k, v, key_mask, state,
+        summarize=lambda k, v, mask: summarize(
+            k, v, beta=beta, key_mask=mask, normalize_keys=normalize_keys
+        ),
+        attend=attend,
+        read=lambda q, log_mass, mean, _: read(q, log_mass, mean, alpha=alpha),
+    )  # fmt: skip
 
 
 def _given(log_mass: Tensor | None, mean: Tensor | None) -> launch.Given:
