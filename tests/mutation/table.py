@@ -22,7 +22,7 @@ TESTS = {
     "lln/functional.py": f"{CALLS} tests/test_bad_input.py",
     "lln/ops": f"{OPS} {CALLS}",
     "lln/ops/convolution.py": "tests/ops/test_convolution.py tests/nn/test_conv.py",
-    "lln/ops/derivatives.py": f"tests/ops/test_derivatives.py {OPS}",
+    "lln/ops/registration.py": f"tests/ops/test_derivatives.py {OPS}",
     "lln/ops/transforms.py": "tests/ops/test_transforms.py",
     "lln/ops/eager/block_diagonal.py": f"tests/ops/test_fused_blocks.py {OPS}",
     "lln/ops/eager/fused_blocks.py": f"tests/ops/test_fused_blocks.py {OPS}",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lln.ops.eager.registry import register
+from lln.ops.registration import register, without_autocast
 from lln.protocols import compute_dtype
 
 # Probabilities held at once: 8 MB in float32, about a cache; a GPU wants few large launches.
@@ -138,11 +138,12 @@ def _backward_shapes(d_out, q, k, v, key_mask, dropout, block, scale, is_causal)
 
 
 block_diagonal_backward = register(
-    "block_diagonal_backward",
+    "block_diagonal_backward_eager"
     "(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? dropout, int block, "
     "float scale, bool is_causal) -> (Tensor, Tensor, Tensor)",
-    _block_diagonal_backward,
+    without_autocast(_block_diagonal_backward),
     _backward_shapes,
+    batched=True,
 )
 
 
@@ -157,11 +158,12 @@ def _differentiate(ctx, d_out):
 
 
 block_diagonal_op = register(
-    "block_diagonal",
+    "block_diagonal_eager"
     "(Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? dropout, int block, float scale, "
     "bool is_causal, bool wide) -> Tensor",
-    _block_diagonal,
+    without_autocast(_block_diagonal),
     _shapes,
     save=_save,
     differentiate=_differentiate,
+    batched=True,
 )

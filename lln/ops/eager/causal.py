@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lln.ops.eager.causal_backward import causal_backward
 from lln.ops.eager.features import finite_or_zero
-from lln.ops.eager.registry import register
 from lln.ops.eager.segments import Inputs, prefix_states, segments
 from lln.ops.eager.square import attend_square, is_tame
 from lln.ops.eager.tree import Rows, attend_tile
+from lln.ops.registration import register, without_autocast
 from lln.protocols import compute_dtype
 
 
@@ -86,11 +86,12 @@ def _differentiate(ctx, d_out, _d_row_mass):
 
 
 causal_op = register(
-    "causal",
+    "causal_eager"
     "(Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor? key_mask, Tensor log_mass, "
     "Tensor mean, Tensor? slot_dropout, bool normalize_keys, bool wide) -> (Tensor, Tensor)",
-    _causal,
+    without_autocast(_causal),
     _causal_shapes,
     save=_save,
     differentiate=_differentiate,
+    batched=True,
 )

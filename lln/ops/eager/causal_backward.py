@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from lln.ops.eager.features import finite_or_zero
-from lln.ops.eager.registry import register
 from lln.ops.eager.segments import Inputs, pad, prefix_states, segments
 from lln.ops.eager.square import Square, is_tame
 from lln.ops.eager.tree import Tree
+from lln.ops.registration import register, without_autocast
 
 
 class _Future:
@@ -178,10 +178,11 @@ def _causal_backward_shapes(
 
 
 causal_backward = register(
-    "causal_backward",
+    "causal_backward_eager"
     "(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor? key_mask, "
     "Tensor log_mass, Tensor mean, Tensor? slot_dropout, Tensor row_mass, bool normalize_keys)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _causal_backward,
+    without_autocast(_causal_backward),
     _causal_backward_shapes,
+    batched=True,
 )

@@ -21,7 +21,7 @@ from lln.ops.eager.features import (
     key_features,
     key_gradients,
 )
-from lln.ops.eager.registry import register
+from lln.ops.registration import register, without_autocast
 from lln.protocols import compute_dtype
 
 
@@ -177,18 +177,20 @@ def _read_backward_shapes(d_out, q, alpha, log_mass, mean, slot_dropout):
 
 
 summarize_backward = register(
-    "summarize_backward",
+    "summarize_backward_eager"
     "(Tensor d_log_mass, Tensor d_mean, Tensor k, Tensor v, Tensor beta, Tensor? key_mask, "
     "Tensor log_mass, Tensor mean, bool normalize_keys) -> (Tensor, Tensor, Tensor)",
-    _summarize_backward,
+    without_autocast(_summarize_backward),
     _summarize_backward_shapes,
+    batched=True,
 )
 read_backward = register(
-    "read_backward",
+    "read_backward_eager"
     "(Tensor d_out, Tensor q, Tensor alpha, Tensor log_mass, Tensor mean, Tensor? slot_dropout)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    _read_backward,
+    without_autocast(_read_backward),
     _read_backward_shapes,
+    batched=True,
 )
 
 
@@ -214,19 +216,21 @@ def _differentiate_read(ctx, d_out):
 
 
 summarize_op = register(
-    "summarize",
+    "summarize_eager"
     "(Tensor k, Tensor v, Tensor beta, Tensor? key_mask, bool normalize_keys) -> (Tensor, Tensor)",
-    _summarize,
+    without_autocast(_summarize),
     _summarize_shapes,
     save=_save_for_summarize,
     differentiate=_differentiate_summarize,
+    batched=True,
 )
 read_op = register(
-    "read",
+    "read_eager"
     "(Tensor q, Tensor alpha, Tensor log_mass, Tensor mean, Tensor? slot_dropout, bool wide)"
     " -> Tensor",
-    _read,
+    without_autocast(_read),
     _read_shapes,
     save=_save_for_read,
     differentiate=_differentiate_read,
+    batched=True,
 )

@@ -16,8 +16,8 @@ from torch import Tensor
 from lln.ops.eager.block_diagonal import block_diagonal_backward
 from lln.ops.eager.causal import causal_backward, causal_op
 from lln.ops.eager.parts import early_and_blind
-from lln.ops.eager.registry import register
 from lln.ops.eager.state import read_backward, summarize_backward, summarize_op
+from lln.ops.registration import register, without_autocast
 from lln.protocols import compute_dtype
 
 
@@ -186,11 +186,10 @@ _ARGUMENTS = (
     "Tensor? key_mask, int block, float scale, bool is_causal, bool normalize_keys"
 )
 varlen_backward = register(
-    "varlen_backward",
+    "varlen_backward_eager"
     f"(Tensor d_out, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _varlen_backward,
+    without_autocast(_varlen_backward),
     _backward_shapes,
-    batched=False,
 )
 
 
@@ -205,11 +204,9 @@ def _differentiate(ctx, d_out):
 
 
 varlen_op = register(
-    "varlen",
-    f"({_ARGUMENTS}) -> Tensor",
-    _varlen,
+    f"varlen_eager({_ARGUMENTS}) -> Tensor",
+    without_autocast(_varlen),
     _shapes,
     save=_save,
     differentiate=_differentiate,
-    batched=False,
 )

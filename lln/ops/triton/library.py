@@ -1,37 +1,12 @@
-"""Registration with torch.library, and what every launcher needs from its tensors."""
+"""What every launcher needs from its tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from lln.ops.derivatives import once, without_tangents
-from lln.ops.transforms import let_grad_find
-
-_LIBRARY = torch.library.Library("lln", "FRAGMENT")
-
-
-def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define ``lln::<schema>``, so that torch.compile keeps it whole; return the operator.
-
-    ``Library.define`` instead of ``custom_op``: the same guarantees at a lower price per call.
-    """
-    name = schema.split("(", 1)[0]
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lln::{name}", fake, lib=_LIBRARY)
-    return without_tangents(getattr(torch.ops.lln, name).default)
-
-
-def register_backward(name: str, backward: Callable[..., Any], save: Callable[..., Any]) -> None:
-    """Give ``lln::<name>`` its gradient; ``save(ctx, inputs, output)`` fills the context."""
-    found = once(backward)
-    torch.library.register_autograd(f"lln::{name}", found, setup_context=save, lib=_LIBRARY)
-    let_grad_find(getattr(torch.ops.lln, name).default, save, found)
 
 
 def rows_contiguous(x: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lln.ops.registration import register
 from lln.ops.triton.blocks.launch import diag, diag_backward, empty_diag_lse
-from lln.ops.triton.library import empty_rows, register, register_backward
+from lln.ops.triton.library import empty_rows
 from lln.ops.triton.linear.launch import prepared
 
 
@@ -83,6 +84,8 @@ _forward = register(
     f"block_diagonal({_INPUTS}, {_OPTIONS}) -> (Tensor out, Tensor lse)",
     _forward_impl,
     _forward_fake,
+    save=_save,
+    differentiate=_differentiate,
 )
 _backward = register(
     f"block_diagonal_backward(Tensor dout, {_INPUTS}, Tensor lse, {_OPTIONS}) "
@@ -90,4 +93,3 @@ _backward = register(
     _backward_impl,
     _backward_fake,
 )
-register_backward("block_diagonal", _differentiate, _save)

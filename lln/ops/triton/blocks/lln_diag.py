@@ -13,9 +13,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lln.ops.eager.parts import blend
+from lln.ops.registration import register
 from lln.ops.triton.blocks.block_diagonal import block_diagonal
 from lln.ops.triton.blocks.launch import diag, diag_backward, empty_diag_lse
-from lln.ops.triton.library import empty_rows, register, register_backward
+from lln.ops.triton.library import empty_rows
 from lln.ops.triton.linear import launch
 from lln.ops.triton.tiles import MERGE_IN_READER, fused_backward
 from lln.ops.triton.triangle.causal import causal
@@ -174,7 +175,11 @@ _SAVED = "Tensor lse, Tensor log_mass, Tensor mean, Tensor norm"
 _OPTIONS = "int block, float scale, bool normalize_keys"
 _infer = register(f"lln_diag({_INPUTS}, {_OPTIONS}) -> Tensor", _infer_impl, _infer_fake)
 _train = register(
-    f"lln_diag_train({_INPUTS}, {_OPTIONS}) -> (Tensor out, {_SAVED})", _train_impl, _train_fake
+    f"lln_diag_train({_INPUTS}, {_OPTIONS}) -> (Tensor out, {_SAVED})",
+    _train_impl,
+    _train_fake,
+    save=_save,
+    differentiate=_differentiate,
 )
 _backward = register(
     f"lln_diag_backward(Tensor dout, {_INPUTS}, {_SAVED}, {_OPTIONS}, bool need_alpha, "
@@ -182,4 +187,3 @@ _backward = register(
     _backward_impl,
     _backward_fake,
 )
-register_backward("lln_diag_train", _differentiate, _save)

@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lln.ops.triton.library import empty_rows, register, register_backward
+from lln.ops.registration import register
+from lln.ops.triton.library import empty_rows
 from lln.ops.triton.linear import launch
 from lln.ops.triton.tiles import MERGE_IN_READER
 
@@ -140,6 +141,8 @@ _train = register(
     f"bidirectional_train({_INPUTS}, bool normalize_keys) -> (Tensor out, {_SAVED})",
     _train_impl,
     _train_fake,
+    save=_save,
+    differentiate=_differentiate,
 )
 _backward = register(
     f"bidirectional_backward(Tensor dout, {_INPUTS}, {_SAVED}, bool normalize_keys, "
@@ -147,4 +150,3 @@ _backward = register(
     _backward_impl,
     _backward_fake,
 )
-register_backward("bidirectional_train", _differentiate, _save)

@@ -7,7 +7,8 @@ import triton
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lln.ops.triton.library import mask_stride, on_device, register, rows_contiguous
+from lln.ops.registration import register
+from lln.ops.triton.library import mask_stride, on_device, rows_contiguous
 from lln.ops.triton.linear.decode_kernels import decode_kernel
 from lln.ops.triton.tiles import padded
 

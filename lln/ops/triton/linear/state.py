@@ -8,13 +8,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lln.ops.triton.library import (
-    contiguous_mask,
-    empty_rows,
-    register,
-    register_backward,
-    rows_contiguous,
-)
+from lln.ops.registration import register
+from lln.ops.triton.library import contiguous_mask, empty_rows, rows_contiguous
 from lln.ops.triton.linear import launch
 
 
@@ -162,6 +157,8 @@ _summarize = register(
     f"summarize({_KEYS}, bool normalize_keys) -> ({_STATE}, Tensor norm)",
     _summarize_impl,
     _summarize_fake,
+    save=_summarize_save,
+    differentiate=_summarize_differentiate,
 )
 _summarize_backward = register(
     f"summarize_backward(Tensor d_log_mass, Tensor d_mean, {_KEYS}, {_STATE}, Tensor norm, "
@@ -170,7 +167,11 @@ _summarize_backward = register(
     _summarize_backward_fake,
 )
 _read = register(
-    f"read(Tensor q, {_STATE}, Tensor alpha) -> (Tensor out, Tensor lse)", _read_impl, _read_fake
+    f"read(Tensor q, {_STATE}, Tensor alpha) -> (Tensor out, Tensor lse)",
+    _read_impl,
+    _read_fake,
+    save=_read_save,
+    differentiate=_read_differentiate,
 )
 _read_backward = register(
     f"read_backward(Tensor dout, Tensor q, {_STATE}, Tensor alpha, Tensor lse, bool need_alpha) "
@@ -178,5 +179,3 @@ _read_backward = register(
     _read_backward_impl,
     _read_backward_fake,
 )
-register_backward("summarize", _summarize_differentiate, _summarize_save)
-register_backward("read", _read_differentiate, _read_save)

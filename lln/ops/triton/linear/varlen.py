@@ -7,7 +7,8 @@ from typing import Any
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lln.ops.triton.library import register, register_backward, rows_contiguous
+from lln.ops.registration import register
+from lln.ops.triton.library import rows_contiguous
 from lln.ops.triton.linear import launch_packed as launch
 from lln.ops.triton.linear.launch import Merged
 
@@ -118,6 +119,8 @@ _forward = register(
     f"varlen({_INPUTS}, bool normalize_keys) -> (Tensor out, {_SAVED})",
     _forward_impl,
     _forward_fake,
+    save=_save,
+    differentiate=_differentiate,
 )
 _backward = register(
     f"varlen_backward(Tensor dout, {_INPUTS}, {_SAVED}, bool normalize_keys, bool need_alpha, "
@@ -125,4 +128,3 @@ _backward = register(
     _backward_impl,
     _backward_fake,
 )
-register_backward("varlen", _differentiate, _save)

@@ -9,7 +9,8 @@ import triton
 from jaxtyping import Float
 from torch import Tensor
 
-from lln.ops.triton.library import on_device, register
+from lln.ops.registration import register
+from lln.ops.triton.library import on_device
 from lln.ops.triton.moments.matching_kernels import match_kernel
 
 BLOCK = 128

@@ -7,14 +7,8 @@ import triton
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lln.ops.triton.library import (
-    contiguous_mask,
-    mask_stride,
-    on_device,
-    register,
-    rows_contiguous,
-    strides,
-)
+from lln.ops.registration import register
+from lln.ops.triton.library import contiguous_mask, mask_stride, on_device, rows_contiguous, strides
 from lln.ops.triton.moments.statistics_kernels import deviation_kernel, moments_kernel
 from lln.ops.triton.tiles import padded, split, tile, whole_tiles
 

@@ -8,15 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lln.ops.triton.library import (
-    empty_rows,
-    floats,
-    on_device,
-    register,
-    register_backward,
-    rows_contiguous,
-    strides,
-)
+from lln.ops.registration import register
+from lln.ops.triton.library import empty_rows, floats, on_device, rows_contiguous, strides
 from lln.ops.triton.taps.convolution_kernels import convolve_kernel, filter_gradient_kernel
 from lln.ops.triton.tiles import padded, split, tile
 
@@ -101,7 +94,11 @@ def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None
 
 
 _convolution = register(
-    "convolution(Tensor v, Tensor weight, int before) -> Tensor", _forward, _fake
+    "convolution(Tensor v, Tensor weight, int before) -> Tensor",
+    _forward,
+    _fake,
+    save=_save,
+    differentiate=_differentiate,
 )
 _backward = register(
     "convolution_backward(Tensor dout, Tensor v, Tensor weight, int before, bool need_v, "
@@ -109,4 +106,3 @@ _backward = register(
     _backward_impl,
     _backward_fake,
 )
-register_backward("convolution", _differentiate, _save)

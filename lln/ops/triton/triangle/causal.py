@@ -9,7 +9,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lln.ops.eager.parts import causal_by_parts
-from lln.ops.triton.library import empty_rows, register, register_backward
+from lln.ops.registration import register
+from lln.ops.triton.library import empty_rows
 from lln.ops.triton.linear.launch import empty_lse, prepared
 from lln.ops.triton.linear.state import read, summarize
 from lln.ops.triton.triangle import launch
@@ -155,6 +156,8 @@ _forward = register(
     f"causal({_INPUTS}, bool normalize_keys) -> (Tensor out, Tensor lse, Tensor before)",
     _forward_impl,
     _forward_fake,
+    save=_save,
+    differentiate=_differentiate,
 )
 _backward = register(
     f"causal_backward(Tensor dout, {_INPUTS}, Tensor lse, Tensor before, bool normalize_keys, "
@@ -163,4 +166,3 @@ _backward = register(
     _backward_impl,
     _backward_fake,
 )
-register_backward("causal", _differentiate, _save)

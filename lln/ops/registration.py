@@ -1,0 +1,117 @@
+"""Python functions as torch operators: opaque to the compiler, with a gradient of their own.
+
+They know one derivative, the first, backwards. torch.library passes by forward-mode derivatives
+without a word, and calls an operator without a gradient a constant: both would be wrong numbers.
+Here they are errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from lln.ops import transforms
+from lln.ops.arguments import no_autocast
+
+REMEDY = 'impl="reference" has it, in O(N²) time and memory'
+# torch.library.custom_op would load the compiler at the first call, and cost more at each.
+_LIBRARY = torch.library.Library("lln", "FRAGMENT")
+
+
+def register(
+    schema: str,
+    compute: Callable[..., Any],
+    shapes: Callable[..., Any],
+    *,
+    save: Callable[..., None] | None = None,
+    differentiate: Callable[..., Any] | None = None,
+    batched: bool = False,
+) -> Callable[..., Any]:
+    """Define the operator ``lln::<schema>``, and return what calls it.
+
+    Args:
+        schema: Name, arguments and results, as torch.library writes them.
+        compute, shapes: The operator itself, and one that gives empty results for tracing.
+        save, differentiate: The halves of the gradient, as for ``torch.library.register_autograd``.
+        batched: All tensors begin with the batch, so that vmap may join its samples to it.
+    """
+    name = schema.split("(", 1)[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lln::{name}", shapes, lib=_LIBRARY)
+    op = getattr(torch.ops.lln, name).default
+    if batched:
+        torch.library.register_vmap(f"lln::{name}", transforms.join_batches(op), lib=_LIBRARY)
+    if save is not None and differentiate is not None:
+        backward = _once(differentiate)
+        torch.library.register_autograd(f"lln::{name}", backward, setup_context=save, lib=_LIBRARY)
+        transforms.let_grad_find(op, save, backward)
+    return _without_tangents(op)
+
+
+def without_autocast(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors whose products keep the dtype of their factors under autocast."""
+
+    def computed(*args: Any) -> Any:
+        with no_autocast(next(arg for arg in args if isinstance(arg, Tensor))):
+            return compute(*args)
+
+    return computed
+
+
+def _without_tangents(op: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator that raises at tensors with a forward-mode derivative, which it would drop."""
+
+    def call(*args: Any) -> Any:
+        if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
+            raise NotImplementedError(
+                f"LLN in linear time has no forward-mode derivative (jvp, dual tensors); {REMEDY}"
+            )
+        return transforms.call(op, *args)
+
+    return call
+
+
+def _has_tangent(x: Any) -> bool:
+    return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None
+
+
+def _once(differentiate: Callable[..., Any]) -> Callable[..., Any]:
+    """A gradient ``(ctx, *d_out)`` whose results raise where they are differentiated again."""
+
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if not torch.is_grad_enabled():
+            return differentiate(ctx, *gradients)
+        with torch.no_grad():
+            found = differentiate(ctx, *gradients)
+        known = [x for x in (*ctx.saved_tensors, *gradients) if x is not None and x.requires_grad]
+        several = isinstance(found, tuple)
+        last = tuple(
+            x if x is None or not known else _Last.apply(x, *known)
+            for x in (found if several else (found,))
+        )
+        return last if several else last[0]
+
+    return backward
+
+
+class _Last(torch.autograd.Function):
+    """Its first input, as if it came from the others by a function without a gradient."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, *known: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Nothing to keep."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError(f"LLN in linear time has no second derivative; {REMEDY}")
