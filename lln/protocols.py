@@ -1,4 +1,4 @@
-"""What every part of the package agrees on: the letters for axes and the record of a call.
+"""What every part of the package agrees on: axes, the record of a call, and what a core is.
 
 Axes, one legend for the whole project:
     B batch, H query heads, Hkv key heads (H is a multiple of Hkv), N queries, M keys,
@@ -8,9 +8,8 @@ Public tensors are ``[B, H, N, D]`` as in ``scaled_dot_product_attention``.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -42,61 +41,63 @@ class Call:
     block: int | None = None
 
 
-@dataclass(frozen=True)
-class Mechanism:
-    """What is known of a mechanism of the zoo; see :func:`lln.describe`.
+@runtime_checkable
+class AttentionCore(Protocol):
+    """Attention on queries, keys and values that are given: LLN and the cores of the baselines.
+
+    Masks are True at valid tokens. ``key_mask`` says which keys may be attended, ``query_mask``
+    which queries count where something is measured; a core that measures nothing ignores it.
 
     Attributes:
-        build: The class that computes it: an attention core, or a whole layer.
-        paper: Authors, year and arXiv number.
-        time, memory: Cost in N tokens; d is the head size, other letters are options.
-        source: Whose the defaults are.
-        growth: Power of N with which the largest tensor grows.
-        matrix: ``"stochastic"`` if rows of ``attention_matrix`` are non-negative and sum to 1 (or
-            to 0 where nothing is seen), else ``"signed"``.
-        parameters: What it learns beyond the projections of queries, keys, values and output.
-        replaces_ffn: Whether the feed-forward network is left out beside it.
+        causal: Whether each query sees the keys up to its own position only.
     """
 
-    name: str
-    build: type
-    paper: str
-    time: str
-    memory: str
-    source: str
-    growth: int = 1
-    matrix: str = "stochastic"
-    parameters: str = "none"
-    replaces_ffn: bool = False
-    note: str = ""
-    bidirectional: bool = True
-    masks: str = "key padding"
+    causal: bool
 
     @property
-    def defaults(self) -> dict[str, Any]:
-        """Options of :func:`lln.create` and their values, read from the signature of ``build``."""
-        parameters = dict(inspect.signature(self.build).parameters)
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            base = self.build.__mro__[1]
-            parameters = {**inspect.signature(base).parameters, **parameters}
-        left_out = getattr(self.build, "left_out", ())
-        return {
-            name: parameter.default
-            for name, parameter in parameters.items()
-            if parameter.kind is parameter.KEYWORD_ONLY and name not in left_out
-        }
+    def key_dim(self) -> int:
+        """Width of q and k."""
+        ...
 
     @property
-    def causal(self) -> bool:
-        """Whether a causal form is offered."""
-        return "causal" in self.defaults
+    def positions_matter(self) -> bool:
+        """Whether shifting all tokens, as padding before them does, changes the output."""
+        ...
 
-    @property
-    def cross(self) -> bool:
-        """Whether keys may be those of another sequence (through ``module.core``)."""
-        return getattr(self.build, "crosses", False)
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Map q ``[B, H, N, D]``, k and v ``[B, H, M, D or E]`` to an output ``[B, H, N, E]``."""
+        ...
 
-    @property
-    def core(self) -> bool:
-        """Whether ``module.core`` maps q, k, v ``[B, H, N, D]`` to an output."""
-        return hasattr(self.build, "attend")
+    def attention_matrix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return the weights ``[B, H, N, M]`` of the values. O(N M), for looking at."""
+        ...
+
+    def attend_in_model(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
+        *,
+        is_causal: bool,
+        dropout: float | None = None,
+    ) -> Tensor:
+        """Attend inside a model that says in every call whether it is causal, and its dropout.
+
+        Key heads may be fewer than query heads, and causal queries are those of the last keys.
+        """
+        ...

@@ -18,14 +18,15 @@ LIBRARY: dict[str, set[str]] = {
     "records": set(),
     "device": set(),
     "protocols": set(),
+    "mechanisms": set(),
     "ops": {"protocols"},
     "moments": {"ops", "protocols"},
     "functional": {"ops", "moments", "protocols"},
     "instruments": {"ops", "moments", "protocols", "records"},
     "nn": {"functional", "ops", "moments", "protocols"},
     "baselines": {"functional", "ops", "moments", "protocols"},
-    "zoo": {"nn", "baselines", "protocols"},
-    "hf": {"zoo", "nn", "functional", "moments", "ops", "instruments", "protocols"},
+    "zoo": {"nn", "baselines", "mechanisms"},
+    "hf": {"zoo", "mechanisms", "nn", "functional", "moments", "ops", "instruments", "protocols"},
     "distributed": {"functional", "moments", "ops", "protocols"},
 }
 # Tables, plots and pages never import what is being judged: they are made from rows.
@@ -64,6 +65,7 @@ ALWAYS_PRESENT = {"torch", "numpy", "jaxtyping"}
 TRAINING = {"transformers", "accelerate", "safetensors", "tokenizers"}
 THIRD_PARTY: dict[str, set[str]] = {
     **dict.fromkeys(LAYERS, ALWAYS_PRESENT),
+    "mechanisms": set(),  # `lln list` reads the table, and does not wait for torch
     "moments": ALWAYS_PRESENT | {"scipy"},
     "instruments": ALWAYS_PRESENT | {"scipy"},
     "hf": ALWAYS_PRESENT | {"transformers", "safetensors"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lln
-from lln.protocols import Mechanism
+from lln.mechanisms import Mechanism
+from lln.protocols import AttentionCore
 from tests.baselines.small import DIM, HEADS, SMALL, for_compiler, heads, make, padded
 from tests.generated import check_generated_code
 
@@ -169,15 +171,14 @@ def test_the_matrix_is_what_the_record_says(name):
 @pytest.mark.parametrize("name", [name for name in NAMES if lln.describe(name).core])
 def test_the_matrix_times_values_is_the_output_of_the_core(name):
     core = make(name).core.double()
-    width = core.key_dim if getattr(core, "key_dim", None) else DIM // HEADS
+    width = core.key_dim
     q, k, _ = heads(30, width=width)
     v = heads(30)[2]
     mask = padded(30)[1]
-    masks = (mask, mask) if name.startswith("lln") else (mask,)
-    expected = core.attention_matrix(q, k, *masks) @ v.masked_fill(~mask[:, None, :, None], 0)
+    expected = core.attention_matrix(q, k, mask, mask) @ v.masked_fill(~mask[:, None, :, None], 0)
     if hasattr(core, "finish"):
         expected = core.finish(expected)  # TransNormer normalises the sum
-    torch.testing.assert_close(core(q, k, v, *masks), expected, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(core(q, k, v, mask, mask), expected, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if lln.describe(name).cross])
@@ -187,7 +188,7 @@ def test_keys_of_another_sequence(name):
     Blocks count positions from the end, so there a hidden key must only be without effect.
     """
     core = make(name).core.double()
-    width = core.key_dim if getattr(core, "key_dim", None) else DIM // HEADS
+    width = core.key_dim
     q = heads(9, width=width)[0]
     for keys in (5, 20):
         k, v = heads(keys, width=width)[1], heads(keys)[2]
@@ -275,6 +276,54 @@ def test_records_are_complete():
         assert not any("todo" in str(value).lower() for value in vars(entry).values())
         assert set(SMALL.get(name, {})) <= set(entry.defaults)
         assert entry.build.__doc__ and entry.build.__doc__.strip()
+
+
+# Options of LLNAttention that the layer decides; without the diagonal branch its own are left out.
+BY_THE_LAYER = {"num_kv_heads", "device", "dtype"}
+DIAGONAL = {"diag_block", "mix", "diag_dropout", "scale"}
+
+
+@every_mechanism
+def test_the_record_says_what_the_code_does(name):
+    """Defaults are stated in the table, so that it can be read without importing any of this."""
+    entry = lln.describe(name)
+    is_lln = name in ("lln", "lln_diag")
+    made = lln.nn.LLNAttention if is_lln else entry.build
+    stated = {
+        option: parameter.default
+        for option, parameter in inspect.signature(made).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    if is_lln:
+        left_out = BY_THE_LAYER | (DIAGONAL if name == "lln" else set())
+        stated = {option: value for option, value in stated.items() if option not in left_out}
+    if name == "lln_diag":
+        stated["diag_block"] = 64  # of the mechanism alone
+    assert list(entry.defaults.items()) == list(stated.items())
+    assert entry.core == hasattr(made, "attend")
+    if not is_lln:
+        assert entry.cross == getattr(made, "crosses", False)
+    entry.defaults.clear()
+    assert list(lln.describe(name).defaults) == list(stated)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if lln.describe(name).core])
+def test_every_core_keeps_the_protocol(name):
+    """One call for all; what measures nothing ignores which queries count."""
+    core = make(name).core
+    assert isinstance(core, AttentionCore)
+    for method in ("attention_matrix", "attend_in_model"):
+        ours, asked = (inspect.signature(getattr(x, method)) for x in (type(core), AttentionCore))
+        assert list(ours.parameters) == list(asked.parameters)
+    called = inspect.signature(type(core).forward)
+    assert list(called.parameters) == ["self", "q", "k", "v", "key_mask", "query_mask"]
+    q, k, v = heads(20, width=core.key_dim)[:2] + heads(20)[2:]
+    key_mask = padded(20)[1]
+    out = core(q, k, v, key_mask, torch.zeros_like(key_mask))
+    assert torch.equal(out, core(q, k, v, key_mask)) != lln.describe(name).measures
+    options = {"is_causal": False, "dropout": 0.5}
+    in_model = core.attend_in_model(q, k, v, key_mask, None, **options)
+    assert torch.equal(in_model, core(q, k, v, key_mask))
 
 
 @every_mechanism

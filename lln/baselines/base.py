@@ -24,7 +24,7 @@ from lln.ops.arguments import (
     hide,
     no_autocast,
 )
-from lln.protocols import compute_dtype
+from lln.protocols import AttentionCore, compute_dtype
 
 
 @dataclass(frozen=True)
@@ -100,18 +100,21 @@ class Core(nn.Module):
     ``k`` and ``v`` arrive there with masked content already zero, so that NaN cannot spread;
     keeping masked keys out of denominators, means and buckets is the subclass's business.
 
+    Fulfils :class:`lln.protocols.AttentionCore`; nothing is measured, so ``query_mask`` is ignored.
+
     Attributes:
-        key_dim: Width of q and k that the core expects; None for the head size.
         crosses: Whether the keys may be those of another sequence. Otherwise ``key_mask`` is the
             mask of the queries, too.
     """
 
-    key_dim: int | None = None
+    causal = False
     crosses = True
+    positions_matter = True
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
         self.layer = layer
+        self.key_dim = layer.head_dim
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
@@ -124,6 +127,7 @@ class Core(nn.Module):
         k: Float[Tensor, "B H M D"],
         v: Float[Tensor, "B H M E"],
         key_mask: Bool[Tensor, "B M"] | None = None,
+        query_mask: Bool[Tensor, "B N"] | None = None,
     ) -> Float[Tensor, "B H N E"]:
         """Attend; ``key_mask`` True = may be attended. No visible key gives 0."""
         check_qkv(q, k, v)
@@ -141,11 +145,36 @@ class Core(nn.Module):
         q: Float[Tensor, "B H N D"],
         k: Float[Tensor, "B H M D"],
         key_mask: Bool[Tensor, "B M"] | None = None,
+        query_mask: Bool[Tensor, "B N"] | None = None,
     ) -> Float[Tensor, "B H N M"]:
         """P with P v = output for every v: the output for v = identity. O(N M), for looking at."""
         keys = k.shape[2]
         eye = torch.eye(keys, dtype=k.dtype, device=k.device)
         return self(q, k, eye.expand(*k.shape[:2], keys, keys), key_mask)
+
+    def attend_in_model(
+        self,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B Hkv M D"],
+        v: Float[Tensor, "B Hkv M E"],
+        key_mask: Bool[Tensor, "B M"] | None,
+        query_mask: Bool[Tensor, "B N"] | None,
+        *,
+        is_causal: bool,
+        dropout: float | None = None,
+    ) -> Float[Tensor, "B H N E"]:
+        """Attend with key heads repeated and the queries of all keys; nothing is dropped."""
+        if is_causal != self.causal:
+            raise ValueError(
+                f"{type(self).__name__} was made for causal={not is_causal} but the model asks for "
+                f"causal={is_causal} attention"
+            )
+        group = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
+        queries, keys = q.shape[2], k.shape[2]
+        if is_causal and queries < keys:
+            q = nn.functional.pad(q, (0, 0, keys - queries, 0))
+        return self(q, k, v, key_mask)[:, :, -queries:]
 
     def _check_inputs(self, q: Tensor, k: Tensor) -> None:
         if q.shape[1] != k.shape[1]:
@@ -169,7 +198,7 @@ class TokenMixer(nn.Module):
         core: The attention on ``[B, H, N, D]`` inside, None where the method is not one.
     """
 
-    core: Any  # callable module or None, which the subclass knows
+    core: Any  # an AttentionCore or None, which the subclass knows
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
@@ -221,11 +250,14 @@ def merge(x: Float[Tensor, "B H N D"]) -> Float[Tensor, "B N HD"]:
 
 
 class SelfAttention(TokenMixer):
-    """Projections around a core: out = W_o · core(W_q x, W_k x, W_v x)."""
+    """Projections around a core: out = W_o · core(W_q x, W_k x, W_v x).
 
-    def __init__(self, layer: Layer, core: nn.Module, *, bias: bool = True) -> None:
+    Masked tokens count neither as keys nor in what a core measures.
+    """
+
+    def __init__(self, layer: Layer, core: AttentionCore, *, bias: bool = True) -> None:
         super().__init__(layer)
-        width = layer.num_heads * (getattr(core, "key_dim", None) or layer.head_dim)
+        width = layer.num_heads * core.key_dim
         self.query = nn.Linear(layer.dim, width, bias=bias)
         self.key = nn.Linear(layer.dim, width, bias=bias)
         self.value = nn.Linear(layer.dim, layer.dim, bias=bias)
@@ -237,11 +269,11 @@ class SelfAttention(TokenMixer):
         return self.split(self.query(x)), self.split(self.key(x)), self.split(self.value(x))
 
     def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        return self.out(merge(self.core(*self.heads(x), key_mask)))
+        return self.out(merge(self.core(*self.heads(x), key_mask, key_mask)))
 
     def attention_matrix(
         self, x: Float[Tensor, "B N dim"], key_mask: Bool[Tensor, "B N"] | None = None
     ) -> Float[Tensor, "B H N N"]:
         """The weights with which every token takes the values of the others. O(N²)."""
         q, k, _ = self.heads(self._checked(x, key_mask))
-        return self.core.attention_matrix(q, k, key_mask)
+        return self.core.attention_matrix(q, k, key_mask, key_mask)

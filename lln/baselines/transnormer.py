@@ -94,7 +94,11 @@ class TransNormer(Core):
         return torch.stack(turned, dim=-1).flatten(-2)
 
     def attention_matrix(
-        self, q: Tensor, k: Tensor, key_mask: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
     ) -> Float[Tensor, "B H N N"]:
         """The weights before RMSNorm, which is not linear in v: signed, rows of any sum."""
         keys = k.shape[2]

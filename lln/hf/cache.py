@@ -12,7 +12,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from lln.functional import prefill
 from lln.hf.block import OpenBlock
-from lln.hf.core import LLNCore, attend
+from lln.hf.core import attend, calibration_of
+from lln.nn import LLNAttention
 from lln.ops.arguments import hide
 from lln.ops.convolution import convolve_next, last_values
 from lln.ops.state import State, summarize
@@ -91,14 +92,16 @@ class StateLayer(CacheLayerMixin):
         return k, v
 
     def attend(
-        self, core: LLNCore, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
+        self, core: LLNAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
     ) -> Tensor:
         """Causal attention of the new tokens to themselves and to all before; moves the state."""
         if not self._unread:
+            calibration = calibration_of(core)
+            assert calibration is not None
             raise ValueError(
-                f"{core.place.name} attends to keys of another layer, whose state has read them "
-                "already; generate with past_key_values=DynamicCache(config=model.config), which "
-                "keeps all keys"
+                f"{calibration.place.name} attends to keys of another layer, whose state has read "
+                "them already; generate with past_key_values=DynamicCache(config=model.config), "
+                "which keeps all keys"
             )
         key_mask = None if key_mask is None else key_mask[:, -k.shape[2] :]
         if self.state is None:
@@ -110,7 +113,7 @@ class StateLayer(CacheLayerMixin):
         return out
 
     def _continue(
-        self, core: LLNCore, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
+        self, core: LLNAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
     ) -> Tensor:
         wide = compute_dtype(q, k, v)
         alpha, beta = core.scales()
@@ -138,7 +141,7 @@ class StateLayer(CacheLayerMixin):
             out = out + core.for_queries(near)
         return out.to(q.dtype)
 
-    def _remember(self, core: LLNCore, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
+    def _remember(self, core: LLNAttention, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
         self._keys = self.values = None
         _, beta = core.scales()
         normalize = core.statistics.matching.normalize_keys
@@ -229,8 +232,9 @@ def use_states(cache: object, modules: list[nn.Module]) -> None:
         return
     shared = any(getattr(module, "is_kv_shared_layer", False) for module in modules)
     for module in modules:
-        core, index = module._modules.get("lln"), getattr(module, "layer_idx", None)
-        if not isinstance(core, LLNCore) or not core.causal or index is None:
+        core: Any = module._modules.get("lln")
+        index = getattr(module, "layer_idx", None)
+        if calibration_of(core) is None or not core.causal or index is None:
             continue
         if shared and getattr(module, "store_full_length_kv", False):
             continue  # other layers attend to its keys, with scales of their own

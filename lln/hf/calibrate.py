@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lln.hf.core import LLN_NAMES, LLNCore
+from lln import zoo
+from lln.hf.core import calibration_of
 from lln.hf.replace import changes, record
 from lln.moments import MomentFit
 from lln.nn.statistics import FixedScales, RunningStatistics
@@ -27,7 +28,7 @@ class Pool:
 
     def measure(
         self,
-        core: LLNCore,
+        core: Any,
         q: Tensor,
         k: Tensor,
         key_mask: Tensor | None,
@@ -48,12 +49,12 @@ class Pool:
         return self.stay_softmax
 
     @torch.no_grad()
-    def store(self, core: LLNCore) -> None:
+    def store(self, core: Any) -> None:
         """Make what was measured the constants of the layer."""
         if self.total is None:
             raise ValueError(
-                f"{core.place.name} saw no valid token, or NaN or infinite activations only; "
-                "calibrate on other batches"
+                f"{core.calibration.place.name} saw no valid token, or NaN or infinite activations "
+                "only; calibrate on other batches"
             )
         variances = (self.total / self.tokens).float()
         if isinstance(core.statistics, RunningStatistics):
@@ -93,8 +94,8 @@ def calibrate(
     """
     if activations not in ACTIVATIONS:
         raise ValueError(f"activations={activations!r} is unknown; choose 'softmax' or 'lln'")
-    layers = [module for module in model.modules() if isinstance(module, LLNCore)]
-    stored = [core for core in layers if core.kind != "sample"]
+    layers: list[Any] = [core for core in model.modules() if calibration_of(core) is not None]
+    stored = [core for core in layers if core.calibration.kind != "sample"]
     if not stored:
         reason = (
             "measures every sample anew (statistics='sample'); use statistics='fixed' or 'running'"
@@ -112,7 +113,7 @@ def calibrate(
         for core in stored:
             if method is not None:
                 _set_method(core, method)
-            core.pool = Pool(stay_softmax=activations == "softmax")
+            core.calibration.pool = Pool(stay_softmax=activations == "softmax")
         model.eval()
         for batch in batches:
             model(**batch)
@@ -120,14 +121,14 @@ def calibrate(
         if count == 0:
             raise ValueError("batches is empty; pass at least one dictionary of model inputs")
         for core in stored:
-            core.pool.store(core)
+            core.calibration.pool.store(core)
     except BaseException:
         for core, matching in zip(stored, previous, strict=True):
             core.statistics.matching = matching
         raise
     finally:
         for core in stored:
-            core.pool = None
+            core.calibration.pool = None
         for module in training:
             module.training = True
     if method is not None:
@@ -135,13 +136,13 @@ def calibrate(
     return model
 
 
-def _set_method(core: LLNCore, method: str | MomentFit) -> None:
+def _set_method(core: Any, method: str | MomentFit) -> None:
     core.statistics.matching = dataclasses.replace(core.statistics.matching, method=method)
 
 
 def _remember_method(model: Any, method: str | MomentFit) -> None:
     """The record in the config follows: running statistics need the method after loading, too."""
     for done in changes(model).replacements:
-        if done.attention in LLN_NAMES:
+        if zoo.describe(done.attention).measures:
             done.options["method"] = method
     record(model)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from lln import zoo
 from lln.hf.masks import starts_late
 from lln.hf.padding import from_first_token
+from lln.mechanisms import Mechanism
 from lln.nn import LLNAttention
 from lln.ops.arguments import autocast
-from lln.protocols import Mechanism
+from lln.protocols import AttentionCore
 
-LLN_NAMES = ("lln", "lln_diag")
 # The model says these in every call.
 TOLD_BY_THE_MODEL = ("causal", "causal_queries", "dropout", "scale", "layer")
 
@@ -37,40 +37,27 @@ class Place:
     num_layers: int = 1
 
 
-class LLNCore(LLNAttention):
-    """:class:`lln.nn.LLNAttention` that refuses to run on statistics nobody has set.
+class Calibration:
+    """Whether α and β of a core in a model are set; ``core.calibration`` of cores that measure.
 
-    ``calibrated`` is saved with the weights, ``pool`` holds what a calibration has measured so far.
+    ``core.calibrated`` is saved with the weights, ``pool`` holds what a calibration has measured
+    so far.
     """
 
-    calibrated: Tensor
-
-    def __init__(self, place: Place, **options: Any) -> None:
-        measured = not (place.causal or place.causal_queries)
-        kind = options.setdefault("statistics", "sample" if measured else "fixed")
-        super().__init__(
-            place.num_heads,
-            place.head_dim,
-            num_kv_heads=place.num_kv_heads,
-            causal=place.causal,
-            causal_queries=place.causal_queries,
-            **options,
-        )
-        given = kind == "sample" or options.get("alpha") is not None
-        self.register_buffer("calibrated", torch.tensor(given))
+    def __init__(self, place: Place, kind: str, *, given: bool) -> None:
         self.place = place
         self.kind = kind
         self.pool: Any = None
-        self._known_calibrated = given
+        self._known = given
 
-    def check_calibrated(self) -> None:
+    def check(self, core: Any) -> None:
         """Raise unless α and β were given, measured, or are about to be learned from batches."""
-        if self._known_calibrated or (self.kind == "running" and self.training):
+        if self._known or (self.kind == "running" and core.training):
             return
-        batches = getattr(self.statistics, "batches", None)
+        batches = getattr(core.statistics, "batches", None)
         # Read once: looking at a tensor waits for a GPU.
-        self._known_calibrated = bool(self.calibrated) or bool(batches is not None and batches > 0)
-        if not self._known_calibrated:
+        self._known = bool(core.calibrated) or bool(batches is not None and batches > 0)
+        if not self._known:
             raise ValueError(
                 f"{self.place.name} has no calibrated alpha and beta (statistics={self.kind!r}); "
                 "call lln.hf.calibrate(model, batches) once after lln.hf.replace, or give "
@@ -78,8 +65,13 @@ class LLNCore(LLNAttention):
             )
 
 
+def calibration_of(core: nn.Module | None) -> Calibration | None:
+    """The calibration of a core; None for those that measure nothing."""
+    return getattr(core, "calibration", None)
+
+
 def attend(
-    core: nn.Module,
+    core: AttentionCore,
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B Hkv M D"],
     v: Float[Tensor, "B Hkv M E"],
@@ -93,32 +85,14 @@ def attend(
     q, k, v = autocast(q, k, v)
 
     def plain(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        if isinstance(core, LLNAttention):
-            query_mask = None if is_cross or key_mask is None else key_mask[:, -q.shape[2] :]
-            masks = {"key_mask": key_mask, "query_mask": query_mask}
-            draw = core.draw(q, k, **masks, is_causal=is_causal, dropout=dropout)
-            return core.attend(q, k, v, draw)
-        return _attend_zoo(core, q, k, v, key_mask, is_causal)
+        query_mask = None if is_cross or key_mask is None else key_mask[:, -q.shape[2] :]
+        return core.attend_in_model(
+            q, k, v, key_mask, query_mask, is_causal=is_causal, dropout=dropout
+        )
 
-    positions_matter = not isinstance(core, LLNAttention) or core.diag_block is not None
-    if key_mask is not None and positions_matter and not is_cross and starts_late(key_mask):
+    if key_mask is not None and core.positions_matter and not is_cross and starts_late(key_mask):
         return from_first_token(plain, q, k, v, key_mask)
     return plain(q, k, v, key_mask)
-
-
-def _attend_zoo(core, q, k, v, key_mask, is_causal) -> Tensor:
-    """A core of the zoo: equal heads, and as many queries as keys in its causal form."""
-    if is_causal != getattr(core, "causal", False):
-        raise ValueError(
-            f"{type(core).__name__} was made for causal={not is_causal} but the model asks for "
-            f"causal={is_causal} attention"
-        )
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
-    queries, keys = q.shape[2], k.shape[2]
-    if is_causal and queries < keys:
-        q = nn.functional.pad(q, (0, 0, keys - queries, 0))
-    return core(q, k, v, key_mask)[:, :, -queries:]
 
 
 def place_of(
@@ -194,14 +168,29 @@ def check_options(attention: str, options: dict[str, Any]) -> None:
             raise TypeError(f"{option}= {reason}; {attention!r} takes {', '.join(known) or 'none'}")
 
 
-def build(attention: str, place: Place, **options: Any) -> nn.Module:
-    """The core of a mechanism for one layer."""
+def build(attention: str, place: Place, **options: Any) -> Any:
+    """Make the core of a mechanism for one layer."""
     check_options(attention, options)
-    if attention in LLN_NAMES:
-        if attention == "lln_diag":
-            options.setdefault("diag_block", zoo.describe(attention).defaults["diag_block"])
-        return LLNCore(place, **options)
+    if zoo.describe(attention).measures:
+        return _build_measuring(attention, place, options)
     return create(attention, place, place.num_heads * place.head_dim, **options).core
+
+
+def _build_measuring(attention: str, place: Place, options: dict[str, Any]) -> LLNAttention:
+    """Make a core with α and β, which in causal layers must be set before they are used."""
+    ordered = place.causal or place.causal_queries
+    kind = options.get("statistics", "fixed" if ordered else "sample")
+    told = {"causal": place.causal, "causal_queries": place.causal_queries, "statistics": kind}
+    core: Any = LLNAttention(
+        place.num_heads,
+        place.head_dim,
+        num_kv_heads=place.num_kv_heads,
+        **{**zoo.describe(attention).options, **options, **told},
+    )
+    given = kind == "sample" or options.get("alpha") is not None
+    core.register_buffer("calibrated", torch.tensor(given))
+    core.calibration = Calibration(place, kind, given=given)
+    return core
 
 
 def create(attention: str, place: Place, dim: int, **options: Any) -> Any:

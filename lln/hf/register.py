@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lln import zoo
 from lln.hf import core as cores
 from lln.hf.cache import StateLayer, state_layer
-from lln.hf.core import LLNCore
+from lln.hf.core import Calibration, calibration_of
 from lln.hf.masks import Visible, linear_mask, mixed_mask, one_row, read_mask
 from lln.hf.positions import RELATIVE, check_positions
 
@@ -97,8 +97,8 @@ def attention_forward(
         return _softmax(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, others
         )
-    layer_name = _name(module, core)
-    if attention_mask is not None and not getattr(core, "causal", False):
+    calibration, layer_name = calibration_of(core), _name(module, core)
+    if attention_mask is not None and not core.causal:
         attention_mask = one_row(attention_mask, query.shape[2])
     if attention_mask is not None and attention_mask.dim() != 2:
         shape = list(attention_mask.shape)
@@ -112,8 +112,8 @@ def attention_forward(
             "windows alone"
         )
     _refuse(layer_name, others, tuple(REFUSED))
-    if isinstance(core, LLNCore):
-        _check_sizes(core, query, key)
+    if calibration is not None:
+        _check_sizes(core, layer_name, query, key)
     if scaling is not None and scaling != query.shape[-1] ** -0.5:
         # Moment matching and the diagonal branch assume scores of q·k/√d.
         query = query * (scaling * query.shape[-1] ** 0.5)
@@ -126,9 +126,13 @@ def attention_forward(
         )
 
     def answer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if isinstance(core, LLNCore):
-            return _lln(module, core, q, k, v, seen.key_mask, causal, dropout, past)
-        options = {"key_mask": seen.key_mask, "is_causal": causal}
+        if calibration is not None:
+            measured = _measure(calibration, core, q, k, v, seen.key_mask, causal)
+            if measured is not None:
+                return measured
+        if past is not None:
+            return past.attend(core, q, k, v, seen.key_mask)
+        options = {"key_mask": seen.key_mask, "is_causal": causal, "dropout": dropout}
         return cores.attend(core, q, k, v, **options, is_cross=cores.is_cross(module))
 
     lesson = getattr(core, "lesson", None)
@@ -159,61 +163,52 @@ def _refuse(layer_name: str, others: dict[str, Any], arguments: tuple[str, ...])
             )
 
 
-def _check_sizes(core: LLNCore, query: Tensor, key: Tensor) -> None:
+def _check_sizes(core: Any, layer_name: str, query: Tensor, key: Tensor) -> None:
     """Scales and the diagonal branch depend on the width: it must be that of the layer."""
     made = (core.num_heads, core.num_kv_heads, core.head_dim)
     found = (query.shape[1], key.shape[1], query.shape[3])
     if made != found:
         raise ValueError(
-            f"{core.place.name} has {found[0]} query heads, {found[1]} key heads of width "
+            f"{layer_name} has {found[0]} query heads, {found[1]} key heads of width "
             f"{found[2]}, but its config says {made[0]}, {made[1]}, {made[2]}; keep softmax in "
             "this layer with lln.hf.replace(..., layers=...)"
         )
 
 
-def _lln(
-    module: nn.Module,
-    core: LLNCore,
+def _measure(
+    calibration: Calibration,
+    core: Any,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     key_mask: Tensor | None,
     is_causal: bool,
-    dropout: float,
-    past: StateLayer | None,
-) -> Tensor:
-    """LLN in its four situations: being calibrated, decoding from a state, plain, cross."""
-    if is_causal and core.kind == "sample":
+) -> Tensor | None:
+    """Let a running calibration see a call; the output if softmax answers meanwhile.
+
+    Outside of a calibration α and β must be set.
+    """
+    if is_causal and calibration.kind == "sample":
         raise ValueError(
-            f"{core.place.name} is causal and statistics='sample' would let the future leak into "
-            "the past; call lln.hf.replace(model, ...) and lln.hf.calibrate(model, batches)"
+            f"{calibration.place.name} is causal and statistics='sample' would let the future leak "
+            "into the past; call lln.hf.replace(model, ...) and lln.hf.calibrate(model, batches)"
         )
-    if core.pool is not None:
-        query_mask = None if key_mask is None else key_mask[:, -q.shape[2] :]
-        if core.pool.measure(core, q, k, key_mask, query_mask):
-            options = {"key_mask": key_mask, "is_causal": is_causal}
-            return softmax_attention(q, k, v, **options, scale=q.shape[-1] ** -0.5)
-    else:
-        core.check_calibrated()
-    if past is not None:
-        return past.attend(core, q, k, v, key_mask)
-    return cores.attend(
-        core,
-        q,
-        k,
-        v,
-        key_mask=key_mask,
-        is_causal=is_causal,
-        is_cross=cores.is_cross(module),
-        dropout=dropout,
-    )
+    if calibration.pool is None:
+        calibration.check(core)
+        return None
+    query_mask = None if key_mask is None else key_mask[:, -q.shape[2] :]
+    if not calibration.pool.measure(core, q, k, key_mask, query_mask):
+        return None
+    options = {"key_mask": key_mask, "is_causal": is_causal}
+    return softmax_attention(q, k, v, **options, scale=q.shape[-1] ** -0.5)
 
 
 def _past(module: nn.Module, core: nn.Module | None, key: Tensor) -> StateLayer | None:
     """The cache layer these keys come from, for a core that decodes from its state."""
     layer = state_layer(key)
-    learning = getattr(core, "pool", None) or getattr(core, "lesson", None)
-    if layer is None or (isinstance(core, LLNCore) and not learning):
+    calibration = calibration_of(core)
+    learning = (calibration and calibration.pool) or getattr(core, "lesson", None)
+    if layer is None or (calibration is not None and not learning):
         return layer
     if layer.state is not None:
         name = type(module).__name__ if core is None else _name(module, core)
@@ -228,7 +223,7 @@ def _past(module: nn.Module, core: nn.Module | None, key: Tensor) -> StateLayer 
 _unattached: WeakKeyDictionary[nn.Module, tuple[tuple, nn.Module]] = WeakKeyDictionary()
 
 
-def core_of(module: nn.Module, attention: str) -> nn.Module | None:
+def core_of(module: nn.Module, attention: str) -> Any:
     """The core of a layer: attached by ``replace``, or made here if it has nothing to remember.
 
     None means softmax: a layer that :func:`lln.hf.replace` left alone.
@@ -256,7 +251,7 @@ def core_of(module: nn.Module, attention: str) -> nn.Module | None:
     return found[1].train(module.training)
 
 
-def _make_unattached(module: nn.Module, attention: str, options: dict[str, Any]) -> nn.Module:
+def _make_unattached(module: nn.Module, attention: str, options: dict[str, Any]) -> Any:
     index = getattr(module, "layer_idx", None) or 0
     config: Any = module.config
     place = cores.place_of(
@@ -337,7 +332,8 @@ def _follows(core: nn.Module) -> bool:
 
 
 def _name(module: nn.Module, core: nn.Module) -> str:
-    return core.place.name if isinstance(core, LLNCore) else type(module).__name__
+    calibration = calibration_of(core)
+    return type(module).__name__ if calibration is None else calibration.place.name
 
 
 def _short(value: object) -> str:

@@ -157,6 +157,16 @@ class LLNAttention(nn.Module):
         self.log_beta = learned(self.num_kv_heads, wanted=learn_scale)
         self.reset_parameters()
 
+    @property
+    def key_dim(self) -> int:
+        """Width of queries and keys."""
+        return self.head_dim
+
+    @property
+    def positions_matter(self) -> bool:
+        """Whether padding before the first token would change the output: it moves the blocks."""
+        return self.diag_block is not None
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Start again: what is learned, and the stored statistics.
@@ -187,7 +197,22 @@ class LLNAttention(nn.Module):
         q, k, v = autocast(q, k, v)
         self._check_inputs(q, k, key_mask, query_mask)
         check_qkv(q, k, v)
-        draw = self.draw(q, k, key_mask=key_mask, query_mask=query_mask, is_causal=self.causal)
+        return self.attend_in_model(q, k, v, key_mask, query_mask, is_causal=self.causal)
+
+    def attend_in_model(
+        self,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B Hkv M D"],
+        v: Float[Tensor, "B Hkv M E"],
+        key_mask: Bool[Tensor, "B M"] | None,
+        query_mask: Bool[Tensor, "B N"] | None,
+        *,
+        is_causal: bool,
+        dropout: float | None = None,
+    ) -> Float[Tensor, "B H N E"]:
+        """Attend as :meth:`forward` does, on inputs that a model has checked, as it says."""
+        masks = {"key_mask": key_mask, "query_mask": query_mask}
+        draw = self.draw(q, k, **masks, is_causal=is_causal, dropout=dropout)
         return self.attend(q, k, v, draw)
 
     def attention_matrix(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import lln
+from lln.baselines.base import TokenMixer
 
 SMALL: dict[str, dict[str, Any]] = {
     "block_diag": {"block": 8},
@@ -32,7 +33,7 @@ DIM, HEADS, MAX_LENGTH = 32, 2, 257
 TOKENS = 13  # of the formulas, which are loops
 
 
-def make(name: str, **options: Any) -> lln.zoo.TokenMixer:
+def make(name: str, **options: Any) -> TokenMixer:
     """A small mechanism in evaluation mode."""
     sizes = {"dim": DIM, "num_heads": HEADS, "max_length": MAX_LENGTH}
     return lln.create(name, **{**sizes, **SMALL.get(name, {}), **options}).eval()
@@ -45,7 +46,7 @@ def padded(tokens: int, *, batch: int = 2, dtype=torch.float32) -> tuple[Tensor,
     return x, torch.arange(tokens) < lengths[:, None]
 
 
-def for_compiler(name: str, device: str) -> tuple[lln.zoo.TokenMixer, Tensor, Tensor]:
+def for_compiler(name: str, device: str) -> tuple[TokenMixer, Tensor, Tensor]:
     """A mechanism, x with scores that are not all alike, and a mask.
 
     Windows are wide: a wrong gradient of overlapping ones showed from 32 tokens on.

@@ -11,7 +11,7 @@ import transformers as hf
 
 import lln
 import lln.hf
-from lln.hf.core import LLNCore
+from lln.hf.core import calibration_of
 from lln.hf.replace import changes
 from tests.hf.tiny import CONFIGS, DECODERS, ENCODERS, inputs, make, padded, run, text
 
@@ -176,10 +176,15 @@ def test_swapped_modules_refuse_what_they_cannot_do():
 
 def test_statistics_follow_the_task():
     encoder, _ = replaced("roberta")
-    assert {core.kind for core in encoder.modules() if isinstance(core, LLNCore)} == {"sample"}
+    found = [calibration_of(module) for module in encoder.modules()]
+    assert {calibration.kind for calibration in found if calibration} == {"sample"}
     decoder, _ = replaced("llama")
     core = decoder.model.layers[0].self_attn.lln
-    assert core.kind == "fixed" and core.num_kv_heads == 2 and core.scales()[0].shape == (4,)
+    assert (
+        core.calibration.kind == "fixed"
+        and core.num_kv_heads == 2
+        and core.scales()[0].shape == (4,)
+    )
 
 
 def test_running_statistics_learn_in_training_and_freeze_in_evaluation():

@@ -212,7 +212,10 @@ def test_the_body_is_the_pretrained_one_with_its_attention(places):
         body = {key: x for key, x in model.state_dict().items() if key.startswith("roberta.")}
         assert all(torch.equal(x, stored[key]) for key, x in body.items())
         inside = {type(module).__name__ for module in model.modules()}
-        assert ("LLNCore" in inside, "Flash" in inside) == (name == "lln_diag", name == "flash")
+        assert ("LLNAttention" in inside, "Flash" in inside) == (
+            name == "lln_diag",
+            name == "flash",
+        )
         assert model.classifier.out_proj.out_features == 3
         assert 0.25 in {m.p for m in model.roberta.encoder.modules() if isinstance(m, Dropout)}
         other = pretrained.classifier(3, seed=1).classifier.out_proj.weight
