@@ -6,9 +6,14 @@ it.
 """
 
 # Imported eagerly: a function that shares the name of its file must be bound after that file.
-from lln.instruments.bias import column_bias, mutual_information
 from lln.instruments.concentration import MEASURES, Concentration, measure
-from lln.instruments.entropy import effective_tokens, entropy, renyi2_entropy
+from lln.instruments.entropy import (
+    column_bias,
+    effective_tokens,
+    entropy,
+    mutual_information,
+    renyi2_entropy,
+)
 from lln.instruments.flops import flop_counter
 from lln.instruments.kernels import KERNELS
 from lln.instruments.lognormal import LogNormalFit, fit_lognormal

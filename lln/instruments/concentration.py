@@ -14,11 +14,11 @@ from torch import Tensor
 
 from lln import moments
 from lln.instruments.arnoldi import NotConverged
+from lln.instruments.checks import tokens_taking_part
 from lln.instruments.entropy import row_entropy
 from lln.instruments.heads import Head, build_head, over_rows
 from lln.instruments.kernels import find_kernel
 from lln.instruments.spectral_gap import CAUSAL_CAVEAT
-from lln.instruments.tokens import tokens_taking_part
 from lln.instruments.variance import log_variance_of_rows
 from lln.ops.arguments import as_scale, check_positive_int
 from lln.ops.reference import repeat_heads

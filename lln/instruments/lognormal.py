@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lln.instruments.stochastic import check_stochastic
+from lln.instruments.checks import check_stochastic
 from lln.ops.arguments import check_positive_int
 
 QUANTILES = torch.linspace(0.005, 0.995, 199, dtype=torch.float64)

@@ -12,9 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from lln.instruments.calls import AttentionCall
 from lln.instruments.concentration import MEASURES
-from lln.instruments.hooks import attention_calls
+from lln.instruments.recording.attention_call import AttentionCall
+from lln.instruments.recording.recorder import attention_calls
 from lln.ops.arguments import check_positive_int, no_autocast
 from lln.ops.reference import repeat_heads
 from lln.records.rows import Row, RowFile, number
@@ -54,7 +54,8 @@ def monitor(
     one row for the step as a whole.
 
     Args:
-        model: Any module; see :mod:`lln.instruments.hooks` for the attentions that are found.
+        model: Any module; :mod:`lln.instruments.recording.recorder` says which attentions are
+            found.
         measures: Names from :data:`lln.instruments.MEASURES`, or the functions of those names.
             ``spectral_gap`` and ``centred_singular_value`` of softmax cost O(N³): ask for them with
             a larger ``every``.

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lln.instruments.stochastic import check_stochastic
+from lln.instruments.checks import check_stochastic
 
 DENSE_LIMIT = 1024  # up to here every eigenvalue is computed; above, Arnoldi finds the largest
 RANK_ONE = 1e-14  # entries of P̄ below this are rounding: all rows are equal, λ₂ = 0

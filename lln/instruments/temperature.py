@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lln import moments
-from lln.instruments.tokens import tokens_taking_part
+from lln.instruments.checks import tokens_taking_part
 from lln.moments.calibration import check_target
 from lln.ops.arguments import as_scale
 from lln.ops.reference import repeat_heads

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lln.instruments.stochastic import check_stochastic
+from lln.instruments.checks import check_stochastic
 
 
 def row_variance(p: Float[Tensor, "*batch N M"]) -> Float[Tensor, "*batch"]:

@@ -12,7 +12,7 @@ from lln.instruments import KERNELS, MEASURES, Concentration, measure
 from lln.ops import reference
 from tests.instruments.matrices import gaussian
 
-OF_THE_MATRIX = [name for name in MEASURES if name not in ("entropy_se", "temperature")]
+MATRIX_MEASURES = [name for name in MEASURES if name not in ("entropy_se", "temperature")]
 
 
 def kernel_matrix(q, k, kernel, *, alpha=1.0, beta=1.0, normalize_keys=False):
@@ -34,7 +34,7 @@ def kernel_matrix(q, k, kernel, *, alpha=1.0, beta=1.0, normalize_keys=False):
 
 
 def assert_equals_matrix(found: Concentration, p: torch.Tensor, tolerance: float = 1e-8):
-    for name in OF_THE_MATRIX:
+    for name in MATRIX_MEASURES:
         expected = getattr(instruments, name)(p)
         got = getattr(found, name)
         assert torch.allclose(got, expected, rtol=0, atol=tolerance), (name, got, expected)
@@ -88,7 +88,7 @@ def test_key_mask_equals_leaving_tokens_out():
         kept = key_mask[1]
         whole = kernel_matrix(q[:1], k[:1], kernel, **scales)
         part = kernel_matrix(q[1:, :, kept], k[1:, :, kept], kernel, **scales)
-        for name in OF_THE_MATRIX:
+        for name in MATRIX_MEASURES:
             function = getattr(instruments, name)
             expected = torch.cat([function(whole), function(part)])
             assert torch.allclose(getattr(found, name), expected, atol=1e-8), name

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lln import moments
 from lln.instruments import fit_lognormal, log_variance, measure
-from lln.instruments.calls import MEASURABLE, AttentionCall
+from lln.instruments.recording.attention_call import MEASURABLE, AttentionCall
 from lln.ops.reference import repeat_heads
 from lln.records.rows import number
 
@@ -25,7 +25,7 @@ MEASURES = (
     "column_bias",
     "mutual_information",
 )
-OF_THE_MATRIX = (
+MATRIX_MEASURES = (
     *("top_key", "mu", "sigma2", "skew", "kolmogorov_smirnov"),
     *("mu_predicted", "mu_fenton", "sigma2_predicted", "sigma2_product"),
 )
@@ -39,7 +39,7 @@ def head_rows(calls: Sequence[AttentionCall]) -> Iterator[list[Row]]:
     """The rows of one layer after the other; means over the sequences, None = not measured."""
     unbiased: dict[tuple[int, int], Tensor] = {}
     for call in calls:
-        table = {name: call.q.new_full(call.q.shape[:2], math.nan) for name in OF_THE_MATRIX}
+        table = {name: call.q.new_full(call.q.shape[:2], math.nan) for name in MATRIX_MEASURES}
         if call.kernel in MEASURABLE and not call.unreadable:
             table = _of_the_matrix(call)
         table |= call.measured(MEASURES)
@@ -85,7 +85,7 @@ def _of_the_matrix(call: AttentionCall) -> dict[str, Tensor]:
         values = (p.mean(-2).amax(-1), fit.mu, log_variance(p), fit.skew, fit.kolmogorov_smirnov)
         found.append(torch.stack([*values, mu, mu_fenton, sigma2, product]))
     stacked = torch.stack(found, dim=1)  # [quantity, S, H]
-    return dict(zip(OF_THE_MATRIX, stacked, strict=True))
+    return dict(zip(MATRIX_MEASURES, stacked, strict=True))
 
 
 def alike_rows(p: Tensor, is_causal: bool) -> Tensor:

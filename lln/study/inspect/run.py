@@ -14,8 +14,8 @@ from rich.table import Table as Printed
 from rich.text import Text
 
 import lln
-from lln.instruments.calls import AttentionCall
-from lln.instruments.hooks import attention_calls
+from lln.instruments.recording.attention_call import AttentionCall
+from lln.instruments.recording.recorder import attention_calls
 from lln.records import files, machine
 from lln.study.bench import sweep
 from lln.study.data import bundled as data

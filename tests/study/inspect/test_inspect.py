@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from lln import instruments
 from lln.cli import app as cli
-from lln.instruments.calls import AttentionCall
-from lln.instruments.hooks import attention_calls
+from lln.instruments.recording.attention_call import AttentionCall
+from lln.instruments.recording.recorder import attention_calls
 from lln.study.inspect import heads, page
 from lln.study.inspect.model import CannotInspect, load, prepare
 from lln.study.inspect.run import run

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 import torch
 
-from lln.instruments.calls import AttentionCall
+from lln.instruments.recording.attention_call import AttentionCall
 from lln.study.inspect import heads, page
 from lln.study.page import render
 from tests.study.page.test_browser import BROWSER, QUIET

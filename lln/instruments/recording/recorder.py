@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from lln.instruments.calls import AttentionCall, Branches, readable
-from lln.instruments.visibility import Visibility, read_mask
+from lln.instruments.recording.attention_call import AttentionCall, Branches, readable
+from lln.instruments.recording.masks import Visibility, read_mask
 from lln.ops.dispatch import IMPLEMENTATIONS
 
 LLN_OPS = ("bidirectional", "causal", "lln_diag", "block_diagonal")

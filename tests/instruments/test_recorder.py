@@ -10,12 +10,12 @@ from torch import nn
 
 from lln import functional, instruments
 from lln.instruments import MEASURES
-from lln.instruments.hooks import attention_calls
+from lln.instruments.recording.recorder import attention_calls
 from lln.nn import LLNAttention, LLNMultiheadAttention
 from lln.ops.dispatch import IMPLEMENTATIONS
 from tests.instruments import models
 
-OF_THE_MATRIX = [name for name in MEASURES if name not in ("entropy_se", "temperature")]
+MATRIX_MEASURES = [name for name in MEASURES if name not in ("entropy_se", "temperature")]
 
 
 def padded_batch() -> dict[str, torch.Tensor]:
@@ -26,8 +26,8 @@ def padded_batch() -> dict[str, torch.Tensor]:
 
 def assert_measures_equal(call, p, sample=0):
     """The measures of one sample equal the functions of lln.instruments on its matrix."""
-    measured = call.measured(OF_THE_MATRIX)
-    for name in OF_THE_MATRIX:
+    measured = call.measured(MATRIX_MEASURES)
+    for name in MATRIX_MEASURES:
         if name == "spectral_gap" and p.shape[-1] != p.shape[-2]:
             assert measured[name][sample].isnan().all()
             continue

@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Visibility:
-    """A mask in terms of :class:`lln.instruments.calls.AttentionCall`."""
+    """A mask in terms of :class:`lln.instruments.recording.attention_call.AttentionCall`."""
 
     key_mask: Bool[Tensor, "S M"] | None = None
     is_causal: bool = False

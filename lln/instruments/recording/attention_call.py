@@ -1,7 +1,7 @@
 """One call of attention inside a model, and what can be measured on it.
 
-:mod:`lln.instruments.hooks` collects calls while a model runs; the monitor and ``lln inspect`` read
-them afterwards.
+:mod:`lln.instruments.recording.recorder` collects calls while a model runs; the monitor and
+``lln inspect`` read them afterwards.
 """
 
 from __future__ import annotations
@@ -17,9 +17,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lln import moments
-from lln.instruments.bias import column_bias, mutual_information
+from lln.instruments.checks import tokens_taking_part
 from lln.instruments.concentration import measure
-from lln.instruments.entropy import effective_tokens, entropy, renyi2_entropy
+from lln.instruments.entropy import (
+    column_bias,
+    effective_tokens,
+    entropy,
+    mutual_information,
+    renyi2_entropy,
+)
 from lln.instruments.spectral_gap import (
     DENSE_LIMIT,
     CausalMatrixWarning,
@@ -27,7 +33,6 @@ from lln.instruments.spectral_gap import (
     spectral_gap,
 )
 from lln.instruments.temperature import temperature
-from lln.instruments.tokens import tokens_taking_part
 from lln.instruments.variance import log_variance
 from lln.ops.bidirectional import bidirectional
 from lln.ops.block_diagonal import block_diagonal
@@ -39,7 +44,7 @@ MEASURABLE = ("softmax", "lln")
 SPECTRAL = {"spectral_gap", "centred_singular_value"}
 FEW_TOKENS = 96
 MATRIX_ENTRIES = 2**22  # of attention matrices alive at a time
-OF_THE_MATRIX = {
+MATRIX_MEASURES = {
     "entropy": entropy,
     "spectral_gap": spectral_gap,
     "centred_singular_value": centred_singular_value,
@@ -144,7 +149,7 @@ class AttentionCall:
             values = torch.full((len(measures), *self.q.shape[:2]), math.nan)
             for sample in range(self.q.shape[0] if short else 0):
                 for heads in torch.arange(self.heads).split(self._heads_at_once):
-                    values[:, sample, heads] = self._read_off(sample, heads, measures)
+                    values[:, sample, heads] = self._measure_matrices(sample, heads, measures)
             return dict(zip(measures, values, strict=True))
         found = measure(
             self.q,
@@ -164,7 +169,7 @@ class AttentionCall:
     def _heads_at_once(self) -> int:
         return max(1, MATRIX_ENTRIES // (self.q.shape[2] * self.k.shape[2]))
 
-    def _read_off(
+    def _measure_matrices(
         self, sample: int, heads: Int[Tensor, " h"], measures: Sequence[str]
     ) -> Float[Tensor, "m h"]:
         p = self.matrix(sample, heads)
@@ -179,7 +184,7 @@ class AttentionCall:
             elif name != "spectral_gap" or p.shape[-1] == p.shape[-2]:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", CausalMatrixWarning)
-                    values[index] = OF_THE_MATRIX[name](p).cpu()
+                    values[index] = MATRIX_MEASURES[name](p).cpu()
         return values
 
     def _temperature(self, sample: int, heads: Tensor, p: Tensor) -> Float[Tensor, " h"]:

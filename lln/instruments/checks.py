@@ -1,14 +1,15 @@
-"""What every measure expects of a matrix: rows that are probability distributions.
+"""What every measure expects: a matrix whose rows are distributions, or finite queries and keys.
 
-Shared by all measures, so that a wrong matrix is refused in one place and in the same words.
+Shared by all measures, so that wrong inputs are refused in one place and in the same words.
 """
 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lln.ops.arguments import check_mask, check_qkv
 from lln.protocols import FLOATING, HALF, compute_dtype
 
 ROW_SUM_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -59,3 +60,34 @@ def check_rows(p: Tensor) -> None:
             f"a row of p sums to {worst:.6g}, not 1 (tolerance {tolerance:g}); divide each row by "
             "its sum, and leave out rows that see no key"
         )
+
+
+def tokens_taking_part(
+    q: Tensor, k: Tensor, key_mask: Tensor | None, query_mask: Tensor | None
+) -> tuple[Bool[Tensor, "B N"], Bool[Tensor, "B M"]]:
+    """Masks of the queries and keys that count; q and k must be finite there.
+
+    In self-attention (M = N) a padded key is also a padded query, unless ``query_mask`` says more.
+    """
+    check_qkv(q, k, k)
+    check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k)
+    check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q)
+    if q.numel() == 0 or k.numel() == 0:
+        raise ValueError(
+            f"q has shape {list(q.shape)} and k {list(k.shape)}; there is nothing to measure, "
+            "pass at least one token"
+        )
+    keys = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
+    if query_mask is not None:
+        queries = query_mask
+    elif q.shape[2] == k.shape[2]:
+        queries = keys
+    else:
+        queries = q.new_ones(q.shape[0], q.shape[2], dtype=torch.bool)
+    for name, x, mask in (("q", q, queries), ("k", k, keys)):
+        if not (torch.isfinite(x).all((1, 3)) | ~mask).all():
+            raise ValueError(
+                f"{name} has a value that is not finite among its visible tokens; mask padded "
+                "tokens with key_mask, or look for the overflow upstream"
+            )
+    return queries, keys
