@@ -25,7 +25,7 @@ def list_mechanisms() -> list[str]:
 
 
 def describe(name: str) -> Mechanism:
-    """What is known of a mechanism: paper, cost, forms, parameters, defaults and their source.
+    """Tell what is known of a mechanism: paper, cost, forms, parameters, defaults and their source.
 
     Example:
         >>> lln.describe("nystromformer").defaults
@@ -54,7 +54,7 @@ def create(
     num_layers: int = 1,
     **options: Any,
 ) -> TokenMixer:
-    """A self-attention layer (or what replaces it) by name, projections included.
+    """Make a self-attention layer (or what replaces it) by name, projections included.
 
     Args:
         max_length: The longest input to come; some methods have weights of that length.

@@ -53,7 +53,7 @@ class Layer:
         return self.dim // self.num_heads
 
     def check_length(self, tokens: int) -> None:
-        """For methods whose weights or buffers are as long as the longest input."""
+        """Raise for inputs longer than the weights or buffers of some methods."""
         if tokens > self.max_length:
             raise ValueError(
                 f"the input has {tokens} tokens, more than max_length={self.max_length}; "
@@ -61,7 +61,7 @@ class Layer:
             )
 
     def generator(self, seed: int) -> torch.Generator:
-        """Random numbers that depend on the seed and the layer, never on the global state."""
+        """A source of random numbers that depend on seed and layer, never on the global state."""
         return torch.Generator().manual_seed(seed * 1_000_003 + self.layer_index)
 
 

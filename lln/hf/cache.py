@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from lln.functional import prefill
-from lln.hf.block import OpenBlock
-from lln.hf.core import attend, calibration_of
+from lln.hf.cores import attend, calibration_of
+from lln.hf.open_block import OpenBlock
 from lln.nn import LLNAttention
 from lln.ops.arguments import hide
 from lln.ops.convolution import convolve_next, last_values
@@ -47,7 +47,7 @@ class StateLayer(CacheLayerMixin):
         self._unread = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is allocated before the first tokens."""
+        """Allocate nothing: there is nothing to hold before the first tokens."""
         self.is_initialized = True
 
     @property
@@ -171,7 +171,7 @@ class StateLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name in transformers 5.17
 
     def reset(self) -> None:
-        """Back to the start of a stream."""
+        """Go back to the start of a stream."""
         self.tokens, self.state, self.block, self.last = 0, None, None, None
         self._keys = self.values = None
         self._unread = False
@@ -185,11 +185,11 @@ class StateLayer(CacheLayerMixin):
         self._map(lambda x: x[indices.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every sample this many times."""
+        """Repeat every sample this many times."""
         self._map(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Impossible: a sum does not know its last terms."""
+        """Raise: a sum does not know its last terms."""
         if tokens_to_remove != 0:
             raise ValueError(
                 f"a state cannot forget its last {abs(tokens_to_remove)} tokens; generate with "
@@ -197,10 +197,10 @@ class StateLayer(CacheLayerMixin):
             )
 
     def offload(self) -> None:
-        """The state is small: it stays where it is."""
+        """Do nothing: the state is small and stays where it is."""
 
     def prefetch(self) -> None:
-        """Nothing was moved away."""
+        """Do nothing: nothing was moved away."""
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.state is not None:

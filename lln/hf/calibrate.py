@@ -1,4 +1,4 @@
-"""Constants per layer and head from a model's own activations."""
+"""Set the constants of each layer and head from a model's own activations."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from lln import zoo
-from lln.hf.core import calibration_of
-from lln.hf.replace import changes, record
+from lln.hf.cores import calibration_of
+from lln.hf.replace import record, replacements_of
 from lln.moments import MomentFit
 from lln.nn.statistics import FixedScales, RunningStatistics
 
 ACTIVATIONS = ("softmax", "lln")
 
 
-class Pool:
+class AverageVariances:
     """Variances of one layer's queries and keys, averaged over tokens and batches."""
 
     def __init__(self, *, stay_softmax: bool) -> None:
@@ -113,7 +113,7 @@ def calibrate(
         for core in stored:
             if method is not None:
                 _set_method(core, method)
-            core.calibration.pool = Pool(stay_softmax=activations == "softmax")
+            core.calibration.variances = AverageVariances(stay_softmax=activations == "softmax")
         model.eval()
         for batch in batches:
             model(**batch)
@@ -121,14 +121,14 @@ def calibrate(
         if count == 0:
             raise ValueError("batches is empty; pass at least one dictionary of model inputs")
         for core in stored:
-            core.calibration.pool.store(core)
+            core.calibration.variances.store(core)
     except BaseException:
         for core, matching in zip(stored, previous, strict=True):
             core.statistics.matching = matching
         raise
     finally:
         for core in stored:
-            core.calibration.pool = None
+            core.calibration.variances = None
         for module in training:
             module.training = True
     if method is not None:
@@ -141,8 +141,8 @@ def _set_method(core: Any, method: str | MomentFit) -> None:
 
 
 def _remember_method(model: Any, method: str | MomentFit) -> None:
-    """The record in the config follows: running statistics need the method after loading, too."""
-    for done in changes(model).replacements:
+    """Write the method into the config: running statistics need it after loading, too."""
+    for done in replacements_of(model).current:
         if zoo.describe(done.attention).measures:
             done.options["method"] = method
     record(model)

@@ -12,9 +12,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lln import zoo
-from lln.hf import core as cores
+from lln.hf import cores
 from lln.hf.cache import StateLayer, state_layer
-from lln.hf.core import Calibration, calibration_of
+from lln.hf.cores import Calibration, calibration_of
 from lln.hf.masks import Visible, linear_mask, mixed_mask, one_row, read_mask
 from lln.hf.positions import RELATIVE, check_positions
 
@@ -92,7 +92,7 @@ def attention_forward(
     """One layer's attention, called by transformers: q, k, v ``[B, H, N, D] -> [B, N, H, E]``."""
     core = core_of(module, attention)
     if core is None:
-        _past(module, None, key)
+        _state_of(module, None, key)
         _refuse(type(module).__name__, others, LEFT_OUT_BY_SDPA)
         return _softmax(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, others
@@ -119,7 +119,7 @@ def attention_forward(
         query = query * (scaling * query.shape[-1] ** 0.5)
     seen = read_mask(attention_mask, key.shape[2])
     causal = _is_causal(module, seen, is_causal)
-    past = _past(module, core if causal else None, key)
+    past = _state_of(module, core if causal else None, key)
     if not (attention in RELATIVE or cores.is_cross(module) or _follows(core)):
         check_positions(
             module, layer_name, query.shape[2], seen.key_mask, others.get("position_ids")
@@ -141,7 +141,7 @@ def attention_forward(
     options = {"key_mask": seen.key_mask, "is_causal": causal, "scale": query.shape[-1] ** -0.5}
     out = softmax_attention(query, key, value, **options)
     query_mask = None if seen.key_mask is None else seen.key_mask[:, -query.shape[2] :]
-    lesson.hear(answer, (query, key, value), out, query_mask)
+    lesson.compare(answer, (query, key, value), out, query_mask)
     return out.transpose(1, 2), None
 
 
@@ -164,7 +164,7 @@ def _refuse(layer_name: str, others: dict[str, Any], arguments: tuple[str, ...])
 
 
 def _check_sizes(core: Any, layer_name: str, query: Tensor, key: Tensor) -> None:
-    """Scales and the diagonal branch depend on the width: it must be that of the layer."""
+    """Raise unless heads and width are those the core was made for: its scales depend on them."""
     made = (core.num_heads, core.num_kv_heads, core.head_dim)
     found = (query.shape[1], key.shape[1], query.shape[3])
     if made != found:
@@ -193,21 +193,21 @@ def _measure(
             f"{calibration.place.name} is causal and statistics='sample' would let the future leak "
             "into the past; call lln.hf.replace(model, ...) and lln.hf.calibrate(model, batches)"
         )
-    if calibration.pool is None:
+    if calibration.variances is None:
         calibration.check(core)
         return None
     query_mask = None if key_mask is None else key_mask[:, -q.shape[2] :]
-    if not calibration.pool.measure(core, q, k, key_mask, query_mask):
+    if not calibration.variances.measure(core, q, k, key_mask, query_mask):
         return None
     options = {"key_mask": key_mask, "is_causal": is_causal}
     return softmax_attention(q, k, v, **options, scale=q.shape[-1] ** -0.5)
 
 
-def _past(module: nn.Module, core: nn.Module | None, key: Tensor) -> StateLayer | None:
+def _state_of(module: nn.Module, core: nn.Module | None, key: Tensor) -> StateLayer | None:
     """The cache layer these keys come from, for a core that decodes from its state."""
     layer = state_layer(key)
     calibration = calibration_of(core)
-    learning = (calibration and calibration.pool) or getattr(core, "lesson", None)
+    learning = (calibration and calibration.variances) or getattr(core, "lesson", None)
     if layer is None or (calibration is not None and not learning):
         return layer
     if layer.state is not None:
@@ -270,7 +270,7 @@ def _make_unattached(module: nn.Module, attention: str, options: dict[str, Any])
 
 
 def _is_causal(module: nn.Module, seen: Visible, told: bool | None) -> bool:
-    """The mask knows best; without one the caller, then the module."""
+    """Whether a call is causal: by its mask, else by its caller, else by its module."""
     if seen.is_causal is not None:
         return seen.is_causal
     return bool(getattr(module, "is_causal", False) if told is None else told)
@@ -279,7 +279,7 @@ def _is_causal(module: nn.Module, seen: Visible, told: bool | None) -> bool:
 def _softmax(
     module, query, key, value, attention_mask, dropout, scaling, is_causal, others
 ) -> tuple[Tensor, None]:
-    """A layer that keeps softmax attention, by transformers' own function where it can."""
+    """Attend in a layer that keeps softmax, by transformers' own function where it can."""
     mask = attention_mask
     if mask is None or mask.dim() == 2:
         seen = read_mask(mask, key.shape[2])

@@ -13,11 +13,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from lln import zoo
-from lln.hf import core as cores
+from lln.hf import cores
 from lln.hf.cache import use_states
 from lln.hf.positions import follow_padding, owner_of
 from lln.hf.register import MIXED, implementation_name, register
-from lln.hf.swap import SwappedAttention
+from lln.hf.swapped_attention import SwappedAttention
 from lln.moments import MomentFit
 
 # In config.json: no such implementation exists, so that a plain from_pretrained stops there instead
@@ -27,14 +27,14 @@ PREPARE = "_prepare_cache_for_generation"  # what transformers calls to make a c
 
 
 @dataclasses.dataclass
-class Changes:
-    """What a model carries from its first replacement on: those that hold, and what was before."""
+class Replacements:
+    """The replacements that hold in a model, and the implementations its configs named before."""
 
-    replacements: list[Replacement] = dataclasses.field(default_factory=list)
+    current: list[Replacement] = dataclasses.field(default_factory=list)
     implementations: list[tuple[Any, str]] = dataclasses.field(default_factory=list)
 
     def implementation(self, config: Any) -> str:
-        """What a config said before; compared as objects, which copies of the model keep apart."""
+        """The name a config held before; by identity, as configs of copied models are equal."""
         for known, name in self.implementations:
             if known is config:
                 return name
@@ -42,9 +42,9 @@ class Changes:
         return config._attn_implementation
 
 
-def changes(model: Any) -> Changes:
-    """The replacements of a model; none if it was never changed."""
-    return model.__dict__.get("_lln_changes") or Changes()
+def replacements_of(model: Any) -> Replacements:
+    """The replacements of a model; none if it was never replaced."""
+    return model.__dict__.get("_lln_replacements") or Replacements()
 
 
 @dataclasses.dataclass(eq=False)
@@ -74,7 +74,7 @@ class Replacement:
             if original._modules.pop("lln", None) is None:
                 self.model.set_submodule(path, original)
         self.active = False
-        changes(self.model).replacements.remove(self)
+        replacements_of(self.model).current.remove(self)
         _announce(self.model)
 
     def __str__(self) -> str:
@@ -153,7 +153,7 @@ def replace(
         else:
             places[path].add_module("lln", new)
     done.parameters_after = sum(parameter.numel() for parameter in model.parameters())
-    changes(model).replacements.append(done)
+    replacements_of(model).current.append(done)
     _announce(model)
     if not quiet:
         print(done)
@@ -240,19 +240,19 @@ def _build(
 
 def _own_config(model: PreTrainedModel) -> None:
     """A copy of the config for this model alone: others made from the same object keep theirs."""
-    if "_lln_changes" in model.__dict__:
+    if "_lln_replacements" in model.__dict__:
         return
     memo: dict[int, Any] = {}
     for module in model.modules():
         config = module.__dict__.get("config")
         if isinstance(config, PreTrainedConfig):
             module.__dict__["config"] = copy.deepcopy(config, memo)
-    model.__dict__["_lln_changes"] = Changes()
+    model.__dict__["_lln_replacements"] = Replacements()
 
 
 def _announce(model: Any) -> None:
     """Tell transformers what the modules of a model now are: implementation, record, cache."""
-    replacements = changes(model).replacements
+    replacements = replacements_of(model).current
     names = {path: done.attention for done in replacements for path in done.originals}
     by_config: dict[int, tuple[Any, set[str | None]]] = {}
     for path, module in model.named_modules():
@@ -260,7 +260,7 @@ def _announce(model: Any) -> None:
             _, used = by_config.setdefault(id(module.config), (module.config, set()))
             used.add(names.get(path))
     for config, used in by_config.values():
-        original = changes(model).implementation(config)
+        original = replacements_of(model).implementation(config)
         name = MIXED if len(used) > 1 else next(iter(used))
         # Not by the property, which would change sub-configs as well.
         config._attn_implementation_internal = (
@@ -275,8 +275,8 @@ def _announce(model: Any) -> None:
 
 
 def record(model: Any) -> None:
-    """What config.json keeps, for :func:`lln.hf.load`."""
-    config, replacements = model.config, changes(model).replacements
+    """Write into the config what :func:`lln.hf.load` reads from config.json."""
+    config, replacements = model.config, replacements_of(model).current
     if not replacements:
         for name in ("lln", "attn_implementation"):
             config.__dict__.pop(name, None)
@@ -313,7 +313,7 @@ def from_json(options: dict[str, Any]) -> dict[str, Any]:
 def prepare_cache(
     model: Any, generation_config: Any, model_kwargs: dict, generation_mode: Any, *args, **kwargs
 ) -> Any:
-    """As the model's own, with states in the layers that can decode from one.
+    """Prepare the model's own cache, with states in the layers that can decode from one.
 
     Assisted decoding takes tokens back, which a state cannot; it keeps all keys, and is right too.
     """

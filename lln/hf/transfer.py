@@ -10,26 +10,26 @@ import torch
 from torch import Tensor, nn
 
 from lln.hf.replace import attention_modules
-from lln.hf.swap import SwappedAttention
+from lln.hf.swapped_attention import SwappedAttention
 
 Row = dict[str, Any]
 
 
 class Lesson:
-    """What one layer is told in a batch: its error, and its gradient while it is at hand."""
+    """Compares a layer's output with that of softmax in every batch, and computes its gradient."""
 
     def __init__(self, *, learn: bool) -> None:
         self.learn = learn
         self.errors: list[Tensor] = []
 
-    def hear(
+    def compare(
         self,
         answer: Callable[[Tensor, Tensor, Tensor], Tensor],
         qkv: tuple[Tensor, Tensor, Tensor],
         wanted: Tensor,
         query_mask: Tensor | None,
     ) -> None:
-        """Compare an answer ``[B, H, N, E]`` with the one that was wanted, at real queries."""
+        """Add the error of an answer ``[B, H, N, E]`` against the one wanted, at real queries."""
         with torch.set_grad_enabled(self.learn):
             given = answer(*(x.detach() for x in qkv)).float()
             wanted = wanted.detach().float()
@@ -134,7 +134,7 @@ def _cores(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _rows(lessons: Mapping[str, Lesson], steps: int) -> list[Row]:
-    """Errors are read here, so that no batch waits for the device."""
+    """Read the errors of all batches at the end, so that no batch waits for the device."""
     rows = []
     for name, lesson in lessons.items():
         calls = torch.stack(lesson.errors).view(steps, -1).mean(1).tolist() if lesson.errors else []

@@ -1,4 +1,4 @@
-"""Operations of attention, counted: torch's counter knows its own operators only.
+"""Count the operations of attention: torch's counter knows its own operators only.
 
 As there, multiplications and additions of matrix products count, everything else does not. What is
 counted is the linear form itself: a state [D, E] per head is built from the keys and read by the
@@ -88,7 +88,7 @@ def _formula(name: str, suffix: str) -> Callable[..., int]:
 
 
 def _products(x: Tensor, width: int) -> int:
-    """Of every row of ``x [..., D]`` with a matrix [D, width]."""
+    """Operations of the product of ``x [..., D]`` with a matrix [D, width]."""
     return 2 * math.prod(x.shape) * width
 
 
@@ -98,7 +98,7 @@ def _linear(given: SimpleNamespace) -> int:
 
 
 def _blocks(given: SimpleNamespace) -> int:
-    """Scores and their sums over values, of every query with the keys of its block."""
+    """Operations of scores and sums over values, of every query with the keys of its block."""
     q, v = given.q, given.v
     tokens = q.shape[2] if q.dim() == 4 else q.shape[0]  # packed: [tokens, heads, D]
     pairs = math.prod(q.shape[:-1]) * min(given.block, tokens)

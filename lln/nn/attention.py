@@ -268,7 +268,7 @@ class LLNAttention(nn.Module):
         is_causal: bool = False,
         dropout: float | None = None,
     ) -> Draw:
-        """Take the statistics and throw the dice of one forward pass."""
+        """Take the statistics of one forward pass and draw its dropout masks."""
         batch, dtype = q.shape[0], compute_dtype(q, k)
         ordered = is_causal or self.causal_queries
         alpha, beta = self._learned(
@@ -282,7 +282,7 @@ class LLNAttention(nn.Module):
             key_mask=key_mask,
             is_causal=is_causal,
             mix=None if self.mix_logit is None else self.mix_logit.to(dtype).sigmoid(),
-            diag_kept=_coins(q, self.diag_dropout if self.training else 0.0),
+            diag_kept=_kept_diagonals(q, self.diag_dropout if self.training else 0.0),
             slot_dropout=_keep_mask(q, self.head_dim, dropout),
             probability_dropout=_keep_mask(q, self.diag_block, dropout),
         )
@@ -299,10 +299,12 @@ class LLNAttention(nn.Module):
         out = self._branches(q, k, v, draw, impl)
         if self.conv_weight is None:
             return out
-        return out + self._near(self.conv_weight, q, v, draw)
+        return out + self._convolution(self.conv_weight, q, v, draw)
 
-    def _near(self, weight: Tensor, q: Tensor, v: Tensor, draw: Draw) -> Float[Tensor, "B H N E"]:
-        """What ``conv`` adds; causal queries are those of the last keys."""
+    def _convolution(
+        self, weight: Tensor, q: Tensor, v: Tensor, draw: Draw
+    ) -> Float[Tensor, "B H N E"]:
+        """Return what ``conv`` adds; causal queries are those of the last keys."""
         queries, keys = q.shape[2], v.shape[2]
         if queries > keys or (queries < keys and not draw.is_causal):
             raise ValueError(
@@ -316,7 +318,7 @@ class LLNAttention(nn.Module):
         return self.for_queries(near[:, :, near.shape[2] - queries :])
 
     def for_queries(self, x: Float[Tensor, "B Hkv N E"]) -> Float[Tensor, "B H N E"]:
-        """What belongs to a key head, for all query heads that share it."""
+        """Repeat what belongs to a key head for all query heads that share it."""
         return x.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
 
     def _branches(
@@ -371,7 +373,7 @@ class LLNAttention(nn.Module):
         check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q)
 
     def _check_arguments(self) -> None:
-        """What can be wrong at construction, said before anything is computed."""
+        """Raise for what is wrong at construction, before anything is computed."""
         if min(self.num_heads, self.head_dim, self.num_kv_heads) < 1:
             raise ValueError(
                 f"num_heads={self.num_heads}, head_dim={self.head_dim}, "
@@ -414,8 +416,8 @@ class LLNAttention(nn.Module):
         return ", ".join([str(self.num_heads), str(self.head_dim), *shown])
 
 
-def _coins(q: Tensor, dropped: float) -> Tensor | None:
-    """One coin per sample: True = keep the diagonal branch; None when it is never dropped."""
+def _kept_diagonals(q: Tensor, dropped: float) -> Tensor | None:
+    """Samples that keep the diagonal branch, drawn; None when it is never dropped."""
     return None if dropped == 0 else torch.rand(q.shape[0], device=q.device) >= dropped
 
 

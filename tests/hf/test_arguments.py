@@ -116,7 +116,7 @@ def test_the_text_tower_of_clip_is_causal():
 def test_pictures_of_clip_are_not_causal():
     model = model_of("clip_vision_model", PICTURE)
     lln.hf.replace(model, "lln", quiet=True)
-    kinds = [core.calibration.kind for core in model.modules() if lln.hf.core.calibration_of(core)]
+    kinds = [core.calibration.kind for core in model.modules() if lln.hf.cores.calibration_of(core)]
     assert (
         set(kinds) == {"sample"} and hidden(model, pixel_values=torch.randn(1, 3, 32, 32)).ndim == 3
     )

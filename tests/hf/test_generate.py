@@ -8,7 +8,7 @@ import transformers as hf
 
 import lln.hf
 from lln.hf import StateLayer
-from lln.hf.block import OpenBlock
+from lln.hf.open_block import OpenBlock
 from tests.hf.tiny import DECODERS, make, padded, text
 
 PROMPT, NEW = 9, 7

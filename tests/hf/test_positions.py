@@ -102,10 +102,10 @@ def test_a_cache_that_is_filled_step_by_step():
 def test_the_undo_takes_the_positions_back_and_copies_keep_theirs():
     model = ready("llama", **CONSTANTS)
     twin = copy.deepcopy(model)
-    model._lln_changes.replacements[0]()
+    model._lln_replacements.current[0]()
     assert not model._forward_pre_hooks and twin._forward_pre_hooks
     assert_padding_changes_nothing(twin, "left")
-    twin._lln_changes.replacements[0]()
+    twin._lln_replacements.current[0]()
     assert not twin._forward_pre_hooks
 
 

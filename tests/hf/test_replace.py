@@ -11,8 +11,8 @@ import transformers as hf
 
 import lln
 import lln.hf
-from lln.hf.core import calibration_of
-from lln.hf.replace import changes
+from lln.hf.cores import calibration_of
+from lln.hf.replace import replacements_of
 from tests.hf.tiny import CONFIGS, DECODERS, ENCODERS, inputs, make, padded, run, text
 
 FAMILIES = [*ENCODERS, "vit", *DECODERS]
@@ -106,7 +106,7 @@ def test_a_copy_of_a_model_works_by_itself():
     undo()
     assert torch.equal(run(twin, **inputs("llama")), expected)
     assert torch.equal(twin.generate(text(), max_new_tokens=4, do_sample=False), tokens)
-    changes(twin).replacements[0]()
+    replacements_of(twin).current[0]()
     assert torch.equal(run(twin, **inputs("llama")), run(model, **inputs("llama")))
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Visibility:
-    """A mask in terms of :class:`lln.instruments.recording.attention_call.AttentionCall`."""
+class MaskMeaning:
+    """What a mask means, in the terms of an ``AttentionCall``."""
 
     key_mask: Bool[Tensor, "S M"] | None = None
     is_causal: bool = False
@@ -26,7 +26,7 @@ class Visibility:
 
 def read_mask(
     mask: object, *, is_causal: bool, samples: int, queries: int, keys: int
-) -> Visibility:
+) -> MaskMeaning:
     """Read a mask as ``scaled_dot_product_attention`` takes it.
 
     Args:
@@ -35,9 +35,9 @@ def read_mask(
         is_causal: Query i sees keys j ≤ i, as well as what the mask says.
     """
     if mask is not None and not isinstance(mask, Tensor):
-        return Visibility(unreadable=f"its mask is a {type(mask).__name__}")
+        return MaskMeaning(unreadable=f"its mask is a {type(mask).__name__}")
     if mask is None and (not is_causal or queries == keys):
-        return Visibility(is_causal=is_causal)
+        return MaskMeaning(is_causal=is_causal)
     visible, added = _split(mask)
     if is_causal:
         device = None if mask is None else mask.device
@@ -49,7 +49,7 @@ def read_mask(
     visible = visible[:samples].expand(-1, -1, queries, keys)
     if added is not None:
         added = added[:samples].expand(-1, -1, queries, keys)
-        return _with_samples(Visibility(bias=added.masked_fill(~visible, -torch.inf)), samples)
+        return _with_samples(MaskMeaning(bias=added.masked_fill(~visible, -torch.inf)), samples)
     return _with_samples(_simplest(visible), samples)
 
 
@@ -65,27 +65,27 @@ def _split(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     return visible, added if bool(added.any()) else None
 
 
-def _simplest(visible: Bool[Tensor, "S H N M"]) -> Visibility:
+def _simplest(visible: Bool[Tensor, "S H N M"]) -> MaskMeaning:
     """A key mask, with causality if need be, or else a bias of 0 and −inf."""
     if bool((visible == visible[:, :1]).all()):
         one = visible[:, 0]
         if bool((one == one[:, :1]).all()):
             key_mask = one[:, 0]
-            return Visibility(None if bool(key_mask.all()) else key_mask)
+            return MaskMeaning(None if bool(key_mask.all()) else key_mask)
         if one.shape[-1] == one.shape[-2]:
             valid = one[:, -1]  # the last query sees every valid key
             expected = valid[:, None] & torch.ones_like(one[0]).tril()
             if bool((~valid[:, :, None] | (one == expected)).all()):
-                return Visibility(None if bool(valid.all()) else valid, is_causal=True)
+                return MaskMeaning(None if bool(valid.all()) else valid, is_causal=True)
     zeros = torch.zeros(visible.shape, device=visible.device)
-    return Visibility(bias=zeros.masked_fill(~visible, -torch.inf))
+    return MaskMeaning(bias=zeros.masked_fill(~visible, -torch.inf))
 
 
-def _with_samples(seen: Visibility, samples: int) -> Visibility:
+def _with_samples(seen: MaskMeaning, samples: int) -> MaskMeaning:
     """One mask for the whole batch serves every sample."""
     key_mask, bias = seen.key_mask, seen.bias
     if key_mask is not None and key_mask.shape[0] == 1:
         key_mask = key_mask.expand(samples, -1)
     if bias is not None and bias.shape[0] == 1:
         bias = bias.expand(samples, -1, -1, -1)
-    return Visibility(key_mask, seen.is_causal, bias, seen.unreadable)
+    return MaskMeaning(key_mask, seen.is_causal, bias, seen.unreadable)

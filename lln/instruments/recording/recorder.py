@@ -1,4 +1,4 @@
-"""Finding attention inside a running model, whichever way it is written.
+"""Find attention inside a running model, whichever way it is written.
 
 While :func:`attention_calls` is open, four places are watched, and nothing that is computed there
 changes:
@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from lln.instruments.recording.attention_call import AttentionCall, Branches, readable
-from lln.instruments.recording.masks import Visibility, read_mask
+from lln.instruments.recording.masks import MaskMeaning, read_mask
 from lln.ops.dispatch import IMPLEMENTATIONS
 
 LLN_OPS = ("bidirectional", "causal", "lln_diag", "block_diagonal")
@@ -100,7 +100,7 @@ class _Recorder:
         kernel: str = "softmax",
         **options: Any,
     ) -> None:
-        """Attention with softmax weights, or of an unknown kind if ``kernel`` says so."""
+        """Record attention with softmax weights, or of an unknown kind if ``kernel`` says so."""
         if q.dim() == 3:
             q, k = q[:, None], k[:, None]
             mask = mask[:, None] if isinstance(mask, Tensor) and mask.dim() == 3 else mask
@@ -111,15 +111,15 @@ class _Recorder:
             mask, is_causal=is_causal, samples=samples, queries=q.shape[2], keys=k.shape[2]
         )
         if options.pop("unreadable", ""):
-            seen = Visibility(unreadable="its weights depend on more than queries, keys and mask")
+            seen = MaskMeaning(unreadable="its weights depend on more than queries, keys and mask")
         scaled = readable(q, samples)
         if scale is not None:
             scaled = scaled * (scale * q.shape[-1] ** 0.5)
-        visibility = {name: getattr(seen, name) for name in Visibility.__dataclass_fields__}
+        visibility = {name: getattr(seen, name) for name in MaskMeaning.__dataclass_fields__}
         self.add(kernel, scaled, readable(k, samples), **visibility, **options)
 
     def lln(self, op: str, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
-        """An op of this package; a diagonal branch computed apart is joined to its LLN branch."""
+        """Record an op of this package; a diagonal branch computed apart joins its LLN branch."""
         if options.get("state") is not None or q.numel() == 0 or k.numel() == 0:
             return
         if op == "block_diagonal":
@@ -252,7 +252,7 @@ def _added(masks: list[Tensor], like: Tensor, extra: int) -> Tensor | None:
 
 @contextlib.contextmanager
 def _watched_ops(recorder: _Recorder) -> Iterator[None]:
-    """Stand between the table of implementations and those who look it up."""
+    """Record the ops of every implementation that dispatch looks up inside the block."""
     kept = dict(IMPLEMENTATIONS)
     for name, module in kept.items():
         IMPLEMENTATIONS[name] = _WatchedOps(module, recorder)
@@ -340,7 +340,7 @@ def _record_interface(
     mask: object,
     options: dict[str, Any],
 ) -> None:
-    """Eager attention hides by its mask alone; flash attention takes padding [B, M] and a flag.
+    """Record softmax of transformers: eager hides by its mask, flash by padding [B, M] and a flag.
 
     A mask [B, 0] is that of :mod:`lln.hf` where nothing is padded.
     """

@@ -1,4 +1,4 @@
-"""The block of LLN+Diag that decoding stands in: one block of keys and values per sample."""
+"""The unfinished block of LLN+Diag while decoding: one of keys and values per sample."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OpenBlock:
 
     @staticmethod
     def empty(k: Tensor, v: Tensor, block: int) -> OpenBlock:
-        """Before the first token; sizes, dtype and device are those of k and v."""
+        """A block without tokens; sizes, dtype and device are those of k and v."""
         batch, heads = k.shape[:2]
         return OpenBlock(
             k.new_zeros(batch, heads, block, k.shape[3]),
@@ -42,11 +42,11 @@ class OpenBlock:
         )
 
     def map(self, change) -> OpenBlock:
-        """The same change to all tensors, e.g. a choice of samples."""
+        """Apply the same change to all tensors, e.g. a choice of samples."""
         return OpenBlock(*(change(getattr(self, field.name)) for field in fields(self)))
 
     def append(self, k: Tensor, v: Tensor, key_mask: Bool[Tensor, "B N"]) -> OpenBlock:
-        """After these tokens."""
+        """The block after these tokens."""
         lead, fill, total = self._lengths(key_mask)
         block = self.k.shape[2]
         rest = total % block
@@ -84,7 +84,7 @@ class OpenBlock:
         return out.masked_fill((step < lead)[:, None, :, None], 0)
 
     def _attend_one(self, q, k, v, key_mask, scale: float) -> Tensor:
-        """One token: the query sees what its block holds, and itself."""
+        """Attend with one token: the query sees what its block holds, and itself."""
         fill = (self.count % self.k.shape[2])[:, None]
         slots = torch.arange(self.k.shape[2], device=k.device)
         own = slots == fill

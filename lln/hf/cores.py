@@ -1,4 +1,4 @@
-"""The attention core inside a Hugging Face layer: its sizes, its construction, its call."""
+"""Attention cores inside Hugging Face layers: their sizes, their construction, their call."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lln.nn import LLNAttention
 from lln.ops.arguments import autocast
 from lln.protocols import AttentionCore
 
-# The model says these in every call.
-TOLD_BY_THE_MODEL = ("causal", "causal_queries", "dropout", "scale", "layer")
+# Options that the model decides, in every call or by its layers.
+SET_BY_THE_MODEL = ("causal", "causal_queries", "dropout", "scale", "layer")
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Place:
 class Calibration:
     """Whether α and β of a core in a model are set; ``core.calibration`` of cores that measure.
 
-    ``core.calibrated`` is saved with the weights, ``pool`` holds what a calibration has measured
-    so far.
+    ``core.calibrated`` is saved with the weights; ``variances`` are those that a calibration has
+    measured so far, while it runs.
     """
 
     def __init__(self, place: Place, kind: str, *, given: bool) -> None:
         self.place = place
         self.kind = kind
-        self.pool: Any = None
+        self.variances: Any = None
         self._known = given
 
     def check(self, core: Any) -> None:
@@ -81,7 +81,7 @@ def attend(
     is_cross: bool = False,
     dropout: float = 0.0,
 ) -> Float[Tensor, "B H N E"]:
-    """What a core answers, independent of how a sample is padded."""
+    """Return the output of a core, independent of how a sample is padded."""
     q, k, v = autocast(q, k, v)
 
     def plain(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -158,13 +158,11 @@ def is_core(entry: Mechanism) -> bool:
 
 
 def check_options(attention: str, options: dict[str, Any]) -> None:
-    """Unknown options are errors."""
-    known = [key for key in zoo.describe(attention).defaults if key not in TOLD_BY_THE_MODEL]
+    """Raise for options that a mechanism does not have, or that the model decides."""
+    known = [key for key in zoo.describe(attention).defaults if key not in SET_BY_THE_MODEL]
     for option in options:
         if option not in known:
-            reason = (
-                "is decided by the model" if option in TOLD_BY_THE_MODEL else "is not an option"
-            )
+            reason = "is decided by the model" if option in SET_BY_THE_MODEL else "is not an option"
             raise TypeError(f"{option}= {reason}; {attention!r} takes {', '.join(known) or 'none'}")
 
 
@@ -194,7 +192,7 @@ def _build_measuring(attention: str, place: Place, options: dict[str, Any]) -> L
 
 
 def create(attention: str, place: Place, dim: int, **options: Any) -> Any:
-    """A whole layer of the zoo for this place, causal if the place is."""
+    """Make a whole layer of the zoo for this place, causal if the place is."""
     entry = zoo.describe(attention)
     if place.causal and not entry.causal:
         raise ValueError(
@@ -219,7 +217,7 @@ def is_routed(module: nn.Module) -> bool:
 
 
 def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
-    """What the code of a module's call refers to."""
+    """The names that the code of a module's ``forward`` refers to."""
     forward = inspect.unwrap(type(module).forward)
     return getattr(getattr(forward, "__code__", None), "co_names", ())
 

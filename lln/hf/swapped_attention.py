@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lln.hf.core import Place
+from lln.hf.cores import Place
 from lln.hf.masks import read_mask, starts_late
 from lln.hf.padding import leading, take
 
@@ -57,7 +57,7 @@ class SwappedAttention(nn.Module):
         return take(out[:, None], back)[:, 0], None
 
     def _count(self, x: Tensor, cache: Any) -> None:
-        """No state is kept: a cache only learns how many tokens there were."""
+        """Tell a cache how many tokens there were; no state of them is kept."""
         if cache is None or self.layer_idx is None:
             return
         if cache.get_seq_length(self.layer_idx) > 0:
