@@ -20,18 +20,27 @@ def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_help_lists_the_commands_and_loads_nothing_heavy():
+@pytest.mark.parametrize("arguments", [["--help"], ["list"], ["list", "lln_diag"]], ids=str)
+def test_static_text_loads_nothing_heavy(arguments):
     code = (
         "import sys; from lln.cli import app\n"
-        "try: app.app(['--help'])\n"
+        f"try: app.app({arguments})\n"
         "except SystemExit as end: assert not end.code\n"
         "print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "demo" in done.stdout and "bench" in done.stdout
     loaded = set(done.stdout.splitlines()[-1].split())
     assert not {"torch", "matplotlib", "numpy", "scipy", "jinja2"} & loaded
+
+
+def test_help_lists_the_commands_in_the_order_a_user_meets_them():
+    _, _, listed = in_process("--help").stdout.partition("Commands:\n")
+    names = [
+        line.split()[0] for line in listed.splitlines() if line.startswith("  ") and line[2] != " "
+    ]
+    expected = "demo list inspect train sweep table figure report verify bench"
+    assert names == expected.split()
 
 
 def test_version():

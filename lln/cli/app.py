@@ -7,6 +7,7 @@ from typing import Annotated
 
 try:
     import typer
+    from typer.core import TyperGroup
 except ImportError:
     raise SystemExit(
         "the lln command needs typer and rich: pip install 'lln-attention[cli,report]'"
@@ -16,7 +17,22 @@ from lln.cli.bench import bench_app, let_waiting_threads_sleep
 from lln.cli.classify import train_app
 from lln.cli.train import sweep
 
+# The order in which a user meets them.
+COMMANDS = [
+    *("demo", "list", "inspect", "train", "sweep"),
+    *("table", "figure", "report", "verify", "bench"),
+]
+
+
+class _InOrder(TyperGroup):
+    """Lists the commands in the help as COMMANDS has them."""
+
+    def list_commands(self, ctx) -> list[str]:
+        return sorted(self.commands, key=COMMANDS.index)
+
+
 app = typer.Typer(
+    cls=_InOrder,
     help="Linear Log-Normal attention: demonstrations and measurements.",
     no_args_is_help=True,
     add_completion=False,
