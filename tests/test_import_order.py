@@ -66,8 +66,6 @@ TRAINING = {"transformers", "accelerate", "safetensors", "tokenizers"}
 THIRD_PARTY: dict[str, set[str]] = {
     **dict.fromkeys(LAYERS, ALWAYS_PRESENT),
     "mechanisms": set(),  # `lln list` reads the table, and does not wait for torch
-    "moments": ALWAYS_PRESENT | {"scipy"},
-    "instruments": ALWAYS_PRESENT | {"scipy"},
     "hf": ALWAYS_PRESENT | {"transformers", "safetensors"},
     "study.plots": {"matplotlib"},
     "study.page": {"jinja2", "markupsafe"},

@@ -1,8 +1,7 @@
 """Instruments that measure attention: how concentrated, how biased, how log-normal it is.
 
 Each measure takes a matrix ``p [..., N, M]``; :func:`measure` takes queries and keys and never
-builds the matrix. Importing this package loads torch only, scipy comes with the functions that need
-it.
+builds the matrix.
 """
 
 # Imported eagerly: a function that shares the name of its file must be bound after that file.

@@ -3,7 +3,8 @@
 λ₂ of an attention matrix is usually a complex pair inside a crowd of similar moduli, on which power
 iteration never settles and single-vector Arnoldi needs a hundred products. When the matrix is
 recomputed block by block, a product with 64 vectors costs little more than one with a single
-vector, so the space grows by a whole block per product and a dozen of them suffice.
+vector, so the space grows by a whole block per product and a dozen of them suffice. For a matrix
+that is there, narrow blocks are faster.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 BLOCK = 64  # vectors per product
-SPACE = 6 * BLOCK  # columns kept before the space is restarted from its leading part
-ROUNDS = 60
+KEPT = 6  # blocks of the space before it is restarted from its leading part
 
 Product = Callable[[Float[Tensor, "N c"]], Float[Tensor, "N c"]]
 
@@ -26,20 +26,29 @@ class NotConverged(ArithmeticError):
 
 
 def largest_eigenvalue(
-    product: Product, start: Float[Tensor, "N c"], *, tolerance: float = 1e-4
+    product: Product,
+    start: Float[Tensor, "N c"],
+    *,
+    tolerance: float = 1e-4,
+    block: int = BLOCK,
+    rounds: int = 60,
 ) -> float:
     r"""max |λ| of the operator x → ``product(x)`` on R^N.
 
     Args:
-        product: Applied to float64 blocks of vectors, 64 columns or as many as ``start`` has.
+        product: Applied to float64 blocks of vectors, ``block`` columns or as many as ``start``.
         start: The first block; directions close to the leading eigenvectors save products.
         tolerance: Residual ‖P v − λ v‖ of the unit vector v at which λ is accepted.
+        rounds: Products after which to give up.
+
+    Raises:
+        NotConverged: No eigenvalue was accepted, as in a permutation, where all moduli are alike.
 
     Numerics: Rayleigh–Ritz on a growing orthonormal basis, enlarged by the residuals of its leading
     Ritz vectors. The error of λ is about a tenth of the residual on attention matrices.
     """
-    space = _Space(product, start)
-    for _ in range(ROUNDS):
+    space = _Space(product, start, KEPT * block)
+    for _ in range(rounds):
         basis, image = space.basis, space.image
         values, vectors = torch.linalg.eig((basis.T @ image).cpu())  # LAPACK: small matrices
         top = values.abs().argmax()
@@ -47,9 +56,9 @@ def largest_eigenvalue(
         scaled = torch.view_as_real(values[top] * vectors[:, top]).to(basis.device)
         if (image @ vector - basis @ scaled).norm() <= tolerance:
             return float(values[top].abs())
-        space.enlarge(_leading_space(values, vectors).to(basis.device))
+        space.enlarge(_leading_space(values, vectors, block).to(basis.device))
     raise NotConverged(
-        f"the largest eigenvalue has not settled to tolerance={tolerance:g} after {ROUNDS} "
+        f"the largest eigenvalue has not settled to tolerance={tolerance:g} after {rounds} "
         f"products at N={start.shape[0]}; raise the tolerance, or measure at most 1024 tokens"
     )
 
@@ -57,9 +66,9 @@ def largest_eigenvalue(
 class _Space:
     """An orthonormal basis and its image, in two buffers that are filled column by column."""
 
-    def __init__(self, product: Product, start: Tensor) -> None:
+    def __init__(self, product: Product, start: Tensor, limit: int) -> None:
         self.product, self.width = product, 0
-        size = min(start.shape[0], SPACE + start.shape[1])
+        size = min(start.shape[0], limit + start.shape[1])
         self.columns, self.images = (start.new_empty(start.shape[0], size) for _ in range(2))
         self._append(start)
 
@@ -90,19 +99,21 @@ class _Space:
         self.width = end
 
 
-def random_start(size: int, device: torch.device | str | None = None) -> Float[Tensor, "N c"]:
+def random_start(
+    size: int, device: torch.device | str | None = None, *, block: int = BLOCK
+) -> Float[Tensor, "N c"]:
     """A fixed random block, so that a measurement repeats exactly."""
     generator = torch.Generator().manual_seed(0)
-    block = torch.randn(size, min(size, BLOCK), generator=generator, dtype=torch.float64)
-    return block.to(device)
+    start = torch.randn(size, min(size, block), generator=generator, dtype=torch.float64)
+    return start.to(device)
 
 
-def _leading_space(values: Tensor, vectors: Tensor) -> Tensor:
+def _leading_space(values: Tensor, vectors: Tensor, block: int) -> Tensor:
     """An orthonormal real basis of the Ritz vectors of largest modulus, at most one block wide."""
-    order = values.abs().argsort(descending=True)[:BLOCK]
+    order = values.abs().argsort(descending=True)[:block]
     chosen = vectors[:, order]
     left, weight, _ = torch.linalg.svd(
         torch.cat([chosen.real, chosen.imag], dim=1), full_matrices=False
     )
     rank = int((weight > 1e-10 * weight[0]).sum())
-    return left[:, : min(rank, BLOCK)]
+    return left[:, : min(rank, block)]

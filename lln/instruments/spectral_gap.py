@@ -6,20 +6,20 @@ Wielandt's deflation gives P̄ the eigenvalues 0, λ₂, …, λ_N of P (A.4.2 o
 
 from __future__ import annotations
 
-import importlib
+import math
 import warnings
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lln.instruments.arnoldi import NotConverged, Product, largest_eigenvalue, random_start
 from lln.instruments.checks import check_stochastic
 
 DENSE_LIMIT = 1024  # up to here every eigenvalue is computed; above, Arnoldi finds the largest
 RANK_ONE = 1e-14  # entries of P̄ below this are rounding: all rows are equal, λ₂ = 0
+BLOCK = 8  # vectors per product: the matrix is there, so that a product costs what its columns do
 
 CAUSAL_CAVEAT = (
     "the matrix is triangular (causal attention): its eigenvalues are its diagonal, so |λ₂| is the "
@@ -42,9 +42,8 @@ def second_eigenvalue(p: Float[Tensor, "*batch N N"]) -> Float[Tensor, "*batch"]
         One number per leading index in float32 or wider; 0 for a single token.
 
     Numerics: computed in float64 as the largest eigenvalue of P̄. Every eigenvalue (LAPACK) for
-    N ≤ 1024; above, implicitly restarted Arnoldi (scipy), accurate to about 1e-5, or LAPACK again
-    where that does not converge. Triangular matrices give their diagonal, with a
-    :class:`CausalMatrixWarning`.
+    N ≤ 1024; above, block Arnoldi, accurate to about 1e-6, or LAPACK again where that does not
+    converge. Triangular matrices give their diagonal, with a :class:`CausalMatrixWarning`.
 
     Example:
         >>> second_eigenvalue(torch.eye(3))
@@ -112,7 +111,7 @@ def _second_eigenvalue(p: Tensor) -> float:
     if is_triangular(p):
         return diagonal_eigenvalue(p.diagonal())
     centred = p - p.mean(0)
-    value = _arnoldi_eigenvalue(centred) if p.shape[0] > DENSE_LIMIT else None
+    value = _iterated(centred.matmul, centred) if p.shape[0] > DENSE_LIMIT else None
     if value is None:
         value = torch.linalg.eigvals(centred).abs().max().item()
     return min(1.0, value)
@@ -123,32 +122,18 @@ def _centred_singular_value(p: Tensor) -> float:
     if centred.abs().max() <= RANK_ONE:
         return 0.0
     if min(p.shape) > DENSE_LIMIT:
-        start = np.random.default_rng(0).standard_normal(min(p.shape))
-        values = _arpack().svds(centred.numpy(), k=1, v0=start, return_singular_vectors=False)
-        return float(values.max())
+        square = _iterated(lambda x: centred.T @ (centred @ x), centred)
+        if square is not None:
+            return math.sqrt(square)
     return torch.linalg.matrix_norm(centred, ord=2).item()
 
 
-def _arnoldi_eigenvalue(centred: Tensor) -> float | None:
-    """max |λ|, or None where the moduli are too much alike, as in a permutation."""
+def _iterated(product: Product, centred: Tensor) -> float | None:
+    """max |λ| of ``product``, or None where the moduli are too much alike, as in a permutation."""
     if centred.abs().max() <= RANK_ONE:
         return 0.0
-    arpack = _arpack()
-    size = centred.shape[0]
-    options: dict[str, Any] = {"k": 2, "ncv": 40, "maxiter": 50, "tol": 1e-6}
-    options["v0"] = np.random.default_rng(0).standard_normal(size)  # repeats exactly
+    start = random_start(centred.shape[1], block=BLOCK)
     try:
-        values = arpack.eigs(centred.numpy(), which="LM", return_eigenvectors=False, **options)
-    except arpack.ArpackNoConvergence:
+        return largest_eigenvalue(product, start, tolerance=1e-6, block=BLOCK, rounds=200)
+    except NotConverged:
         return None
-    return float(np.abs(values).max())
-
-
-def _arpack() -> Any:
-    try:
-        return importlib.import_module("scipy.sparse.linalg")
-    except ImportError as error:
-        raise ImportError(
-            f"the spectrum of a matrix larger than {DENSE_LIMIT} needs scipy: "
-            "pip install 'lln-attention[report]'"
-        ) from error
