@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lln.ops import transforms
 from lln.protocols import FLOATING, compute_dtype
 
 
@@ -122,7 +121,12 @@ def check_mask(name: str, mask: Tensor | None, batch: int, tokens: int, like: Te
 
 def may_look_at(x: Tensor) -> bool:
     """Whether values may be checked: not where that waits for a device, nor of traced tensors."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not transforms.active()
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not transforms_active()
+
+
+def transforms_active() -> bool:
+    """Whether a function of torch.func is at work; not where the compiler traces it."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def as_scale(name: str, value: float | Tensor, batch: int, heads: int, like: Tensor) -> Tensor:

@@ -3,6 +3,10 @@
 They know one derivative, the first, backwards. torch.library passes by forward-mode derivatives
 without a word, and calls an operator without a gradient a constant: both would be wrong numbers.
 Here they are errors.
+
+Under torch.func, torch.library would call an operator once per sample of a vmap, and the
+autograd.Function that it makes of a gradient has no ``setup_context``, without which
+torch.func.grad refuses it. Here samples join the batch, and grad finds the gradient.
 """
 
 from __future__ import annotations
@@ -14,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lln.ops import transforms
-from lln.ops.arguments import no_autocast
+from lln.ops.arguments import no_autocast, transforms_active
 
 REMEDY = 'impl="reference" has it, in O(N²) time and memory'
 # torch.library.custom_op would load the compiler at the first call, and cost more at each.
@@ -45,12 +48,13 @@ def register(
     torch.library.register_fake(f"lln::{name}", shapes, lib=_LIBRARY)
     op = getattr(torch.ops.lln, name).default
     if batched:
-        torch.library.register_vmap(f"lln::{name}", transforms.join_batches(op), lib=_LIBRARY)
+        torch.library.register_vmap(f"lln::{name}", _join_batches(op), lib=_LIBRARY)
+    transformable = op
     if save is not None and differentiate is not None:
         backward = _once(differentiate)
         torch.library.register_autograd(f"lln::{name}", backward, setup_context=save, lib=_LIBRARY)
-        transforms.let_grad_find(op, save, backward)
-    return _without_tangents(op)
+        transformable = _transformable(op, save, backward)
+    return _caller(op, transformable)
 
 
 def without_autocast(compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,15 +67,15 @@ def without_autocast(compute: Callable[..., Any]) -> Callable[..., Any]:
     return computed
 
 
-def _without_tangents(op: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator that raises at tensors with a forward-mode derivative, which it would drop."""
+def _caller(op: Callable[..., Any], transformable: Callable[..., Any]) -> Callable[..., Any]:
+    """Call ``op``, or ``transformable`` under torch.func; raise at tangents, which both drop."""
 
     def call(*args: Any) -> Any:
         if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
             raise NotImplementedError(
                 f"LLN in linear time has no forward-mode derivative (jvp, dual tensors); {REMEDY}"
             )
-        return transforms.call(op, *args)
+        return transformable(*args) if transforms_active() else op(*args)
 
     return call
 
@@ -115,3 +119,46 @@ class _Last(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise NotImplementedError(f"LLN in linear time has no second derivative; {REMEDY}")
+
+
+def _transformable(
+    op: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``op`` with its gradient in the form that torch.func takes."""
+
+    class Transformable(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            return op(*args)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            save(ctx, inputs, output)
+
+    Transformable.backward = staticmethod(backward)
+    return Transformable.apply
+
+
+def _join_batches(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The vmap rule of an operator all of whose tensors begin with the batch."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        count = info.batch_size
+        joined = [
+            _join(x, dim, count) if isinstance(x, Tensor) else x
+            for x, dim in zip(args, in_dims, strict=True)
+        ]
+        out = op(*joined)
+        if isinstance(out, Tensor):
+            return out.unflatten(0, (count, -1)), 0
+        return tuple(x.unflatten(0, (count, -1)) for x in out), (0,) * len(out)
+
+    return rule
+
+
+def _join(x: Tensor, dim: int | None, count: int) -> Tensor:
+    """``[count, B, ...]`` to ``[count·B, ...]``, whichever dimension the samples are in."""
+    stacked = x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
+    return stacked.flatten(0, 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lln.ops import transforms
+from lln.ops.arguments import transforms_active
 from lln.ops.eager import fused_blocks
 from lln.ops.eager.block_diagonal import block_diagonal_op
 from lln.ops.eager.causal import causal_op
@@ -124,7 +124,7 @@ def lln_diag(
         probability_dropout=probability_dropout,
         wide=True,
     )
-    if mix is None and transforms.active():  # which refuse to write in place
+    if mix is None and transforms_active():  # which refuse to write in place
         return (0.5 * (linear + local)).to(q.dtype)
     if mix is None:
         return linear.lerp_(local, 0.5).to(q.dtype)  # fresh memory costs more than arithmetic

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lln.ops import transforms
-from lln.ops.arguments import exported_for_any, hide, no_autocast
+from lln.ops.arguments import exported_for_any, hide, no_autocast, transforms_active
 from lln.protocols import compute_dtype
 
 
@@ -22,7 +21,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, dropout: Tensor | None) -> bool:
     programs for every length, whose number of blocks is open, and under torch.func, whose vmap
     would call it once per sample.
     """
-    if exported_for_any(q.shape[2]) or exported_for_any(k.shape[2]) or transforms.active():
+    if exported_for_any(q.shape[2]) or exported_for_any(k.shape[2]) or transforms_active():
         return False
     something = q.numel() > 0 and k.numel() > 0
     return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and dropout is None and something
