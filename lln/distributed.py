@@ -139,7 +139,7 @@ def _linear(
 
 
 class _Exchange(torch.autograd.Function):
-    """From the state of each slice to the state of all slices, or of those before each.
+    """Exchange the state of each slice for that of all slices, or of those before it.
 
     With weights w_s = exp(L_s − L) the union is L = logsumexp_s L_s, M = Σ_s w_s M_s, and
         dM_s = w_s dM,     dL_s = w_s (dL + dM·(M_s − M)).

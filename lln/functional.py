@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_OF_SDPA = {
+_REMEDIES = {
     "attn_mask": "linear attention never forms the scores it would act on. Possible are key_mask "
     "(ignore keys), is_causal=True, diag_block (a local softmax branch) and attention_varlen "
     "(packed sequences)",
@@ -45,7 +45,7 @@ def explain_sdpa_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def explained(*args: P.args, **options: P.kwargs) -> R:
-        for name, remedy in _OF_SDPA.items():
+        for name, remedy in _REMEDIES.items():
             if name in options:
                 raise TypeError(f"{name} is refused: {remedy}")
         return function(*args, **options)
@@ -86,7 +86,7 @@ def attention(
             masked queries are computed all the same.
         is_causal: Query i sees keys j <= i + M − N. alpha and beta are then required.
         diag_block: Average with softmax attention inside blocks of this many positions: LLN+Diag.
-        scale: Of the block-diagonal branch, so not without it; 1/sqrt(D) by default.
+        scale: Factor of the scores in the blocks, so only with them; 1/sqrt(D) by default.
         method: "paper", "variance", "entropy" or a :class:`lln.moments.MomentFit`.
         normalize_keys: Use log_softmax_l(beta k_j) as key features: the unbiased variant.
         impl: "triton", "mixed", "eager" or "reference", obeyed or refused with the reason; None
@@ -275,8 +275,9 @@ def which(
     none. "eager": plain PyTorch in linear time. "reference": the O(N²) definition, only if asked.
 
     Args:
-        q, k, v: Of :func:`attention`, or packed ones of :func:`attention_varlen`.
-        dropout: Of attention weights, as :class:`lln.nn.LLNAttention` has it while training.
+        q, k, v: As for :func:`attention`, or packed as for :func:`attention_varlen`.
+        dropout: Probability to drop attention weights, as :class:`lln.nn.LLNAttention` does while
+            training.
 
     Raises:
         ValueError: ``impl`` is unknown, or refused for these tensors; the message says why.
@@ -302,7 +303,7 @@ def which(
 def _decodes_in_one_launch(
     q: Tensor, k: Tensor, v: Tensor, state: State | None, impl: str | None
 ) -> bool:
-    """A single token, a state and no gradient: what the decoding kernel is for."""
+    """Whether the decoding kernel serves: a single token, a state and no gradient."""
     if q.shape[2] != 1 or state is None or impl not in (None, "triton"):
         return False
     tensors = (q, k, v, state.log_mass, state.mean)
@@ -312,7 +313,7 @@ def _decodes_in_one_launch(
 
 
 def check_pair(alpha: object, beta: object, is_causal: bool) -> None:
-    """Both scales or neither, and both if causal."""
+    """Check that both scales are given or neither, and both if causal."""
     if (alpha is None) != (beta is None):
         given, missing = ("beta", "alpha") if alpha is None else ("alpha", "beta")
         raise ValueError(
@@ -349,7 +350,7 @@ def _scales(
 
 
 def check_block_options(scale: float | None, diag_block: int | None) -> None:
-    """No option of the diagonal branch without one."""
+    """Check that no option of the diagonal branch is given without one."""
     if scale is not None and diag_block is None:
         raise ValueError(
             f"scale={scale!r} is of the diagonal branch and would be ignored without diag_block; "
@@ -358,7 +359,7 @@ def check_block_options(scale: float | None, diag_block: int | None) -> None:
 
 
 def block_scale(scale: float | None, block: int, width: int) -> float:
-    """Of the block-diagonal branch: 1/sqrt(width) unless given."""
+    """The scale of the block-diagonal branch, checked: 1/sqrt(width) unless given."""
     check_positive_int("diag_block", block)
     if scale is None:
         return width**-0.5

@@ -102,7 +102,7 @@ def _matrices(p: Tensor) -> Tensor:
 
 
 def _for_each(function: Callable[[Tensor], float], p: Tensor) -> Tensor:
-    """One matrix at a time, in float64 on the CPU, so that a batch costs one copy of a matrix."""
+    """Apply to one matrix at a time, in float64 on the CPU: a batch costs one copy of a matrix."""
     values = [function(matrix.double().cpu()) for matrix in _matrices(p)]
     return p.new_tensor(values).reshape(p.shape[:-2])
 

@@ -1,4 +1,4 @@
-"""From q and k straight to alpha and beta."""
+"""alpha and beta straight from q and k."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def _chebyshev(coefficients: tuple[float, ...], z: Tensor) -> Tensor:
 
 
 def _clenshaw(coefficients: tuple[float, ...], z: Tensor) -> Tensor:
-    """By recurrence, with numbers only: fuses to one kernel, leaves no host memory in a graph."""
+    """Evaluate by recurrence, with numbers only: fuses to one kernel, copies nothing."""
     twice = 2 * z
     last = torch.zeros_like(z)
     value = torch.full_like(z, coefficients[-1])
@@ -165,7 +165,7 @@ def _clenshaw(coefficients: tuple[float, ...], z: Tensor) -> Tensor:
 
 
 def _cosines(coefficients: tuple[float, ...], z: Tensor) -> Tensor:
-    """By T_n(z) = cos(n·arccos z), in few launches; the copy does not wait for the device."""
+    """Evaluate by T_n(z) = cos(n·arccos z), in few launches; the copy waits for nothing."""
     table = torch.tensor([range(len(coefficients)), coefficients], dtype=z.dtype, device="cpu")
     n, c = table.to(z.device, non_blocking=True)
     angle = z.clamp(-1, 1).acos()

@@ -114,6 +114,7 @@ def match_moments(
         else torch.full((), value, dtype=wide, device=device)
         for name, value in given.items()
     }
+    # a compiler makes one launch of the formula by itself
     in_one = may_launch(impl) and _one_launch(values) and not torch.compiler.is_compiling()
     matched = _match_in_one_launch if in_one else _match
     alpha, beta = matched(values, head_dim, method, normalize_keys)
@@ -121,7 +122,7 @@ def match_moments(
 
 
 def _one_launch(values: Mapping[str, Tensor]) -> bool:
-    """Whether the kernel takes them; a compiler makes one launch of the formula by itself."""
+    """Whether the kernel takes these values."""
     first = values["sigma_q"]
     alike = all(
         x.dtype == torch.float32 and x.shape == first.shape and x.is_contiguous()
@@ -205,7 +206,7 @@ def _check_method(method: object) -> None:
 
 
 def _check_values(given: Mapping[str, object]) -> None:
-    """Numbers must be finite and not negative; tensors only floating, their values are not read."""
+    """Check that numbers are finite and not negative, and tensors floating, whatever they hold."""
     for name, value in given.items():
         if isinstance(value, Tensor):
             check_floating(name, value)

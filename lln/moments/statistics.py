@@ -138,7 +138,7 @@ def _deviation(
 
 
 def _packed_deviation(x: Tensor, cu: Tensor, mask: Tensor | None) -> Tensor:
-    """Biased standard deviation over tokens and width, mean removed first, per sequence."""
+    """Biased standard deviation of each sequence over its tokens and features."""
     x = x.detach().to(compute_dtype(x))
     lengths = cu.diff().to(x.device)
     sequence = torch.repeat_interleave(

@@ -132,7 +132,7 @@ class Statistics(nn.Module):
         return False
 
     def reset_parameters(self) -> None:
-        """Back to what was stored at construction."""
+        """Restore what was stored at construction."""
 
     def stored(self) -> tuple[Float[Tensor, " H"], Float[Tensor, " Hkv"]]:
         """α and β as evaluation uses them."""
@@ -159,7 +159,7 @@ class Statistics(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
-        """``module.half()`` leaves the buffers in float32: α in bfloat16 is off by up to 0.4 %."""
+        """Keep the buffers in float32 in ``module.half()``: α in bfloat16 is off by up to 0.4 %."""
 
         def keep_precision(x: Tensor) -> Tensor:
             moved = fn(x)
@@ -225,7 +225,7 @@ class RunningStatistics(Statistics):
         self.register_buffer("_runs", runs, persistent=False)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """As torch's; what no state dict holds follows the averages out of the meta device."""
+        """Load as torch does; what no state dict holds leaves the meta device with the averages."""
         super()._load_from_state_dict(*args, **kwargs)
         if self._runs.is_meta and not self.variances.is_meta:
             self._runs = torch.ones_like(self._runs, device=self.variances.device)

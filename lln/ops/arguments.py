@@ -19,7 +19,7 @@ from lln.protocols import FLOATING, compute_dtype
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q ``[B,H,N,D]``, k ``[B,Hkv,M,D]``, v ``[B,Hkv,M,E]``: one dtype, one device, H % Hkv = 0."""
+    """Check q ``[B,H,N,D]``, k ``[B,Hkv,M,D]``, v ``[B,Hkv,M,E]``: dtype, device, H % Hkv = 0."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_floating(name, x)
         if x.dim() != 4:
@@ -38,7 +38,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_key_value(k: Tensor, v: Tensor) -> None:
-    """One value per key: ``[B, Hkv, M]`` agree."""
+    """Check that there is one value per key: ``[B, Hkv, M]`` agree."""
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(
             f"k has shape {list(k.shape)} but v has {list(v.shape)}; batch, heads and tokens "
@@ -49,7 +49,7 @@ def check_key_value(k: Tensor, v: Tensor) -> None:
 
 
 def check_heads(q: Tensor, key_heads: int, width: int) -> None:
-    """The heads of q are a multiple of the key heads, the widths are equal."""
+    """Check that the heads of q are a multiple of the key heads, and the widths equal."""
     if key_heads == 0 or q.shape[1] % key_heads:
         raise ValueError(
             f"q has {q.shape[1]} heads, which is not a multiple of the {key_heads} key heads; "
@@ -60,7 +60,7 @@ def check_heads(q: Tensor, key_heads: int, width: int) -> None:
 
 
 def check_floating(name: str, x: object) -> None:
-    """A floating-point tensor, or TypeError."""
+    """Check that x is a floating-point tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; pass a torch.Tensor")
     if type(x).__name__ == "DTensor":  # by name: its module loads all of torch.distributed
@@ -77,7 +77,7 @@ def check_floating(name: str, x: object) -> None:
 
 
 def check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
-    """Same dtype and device."""
+    """Check that two tensors have the same dtype and device."""
     if x.dtype != other.dtype:
         raise TypeError(
             f"{name} is {x.dtype} but {other_name} is {other.dtype}; "
@@ -91,7 +91,7 @@ def check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
 
 
 def check_mask(name: str, mask: Tensor | None, batch: int, tokens: int, like: Tensor) -> None:
-    """A bool ``[B, tokens]`` mask on the device of ``like``; True = may be attended."""
+    """Check a bool ``[B, tokens]`` mask on the device of ``like``; True = may be attended."""
     if mask is None:
         return
     if not isinstance(mask, Tensor):
@@ -184,7 +184,7 @@ def _check_scale_values(name: str, value: object, good: bool) -> None:
 
 
 def check_positive_int(name: str, value: object) -> None:
-    """An int above zero."""
+    """Check that a value is an int above zero."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is a {type(value).__name__}; pass an int")
     if value <= 0:
@@ -208,7 +208,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:
-    """Products keep the dtype of their factors where ``x`` is; "meta" has no autocast at all."""
+    """A context without autocast on the device of ``x``; "meta" has no autocast at all."""
     return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
@@ -222,9 +222,9 @@ def exported_for_any(size: int) -> bool:
 
 
 def hide(x: Float[Tensor, "... N D"], mask: Bool[Tensor, "B N"] | None) -> Tensor:
-    """Zero where ``mask`` is False, whatever stood there (NaN included); ``[B,N,D]``/``[B,H,N,D]``.
+    """Set ``[B,N,D]`` or ``[B,H,N,D]`` to 0 where ``mask`` is False, whatever stood there.
 
-    Gradients of what was hidden are zero.
+    NaN is hidden too. Gradients of what was hidden are zero.
     """
     if mask is None:
         return x

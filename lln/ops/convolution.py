@@ -90,7 +90,7 @@ def convolve_next(
 def last_values(
     v: Float[Tensor, "B H N E"], past: Float[Tensor, "B H before E"]
 ) -> Float[Tensor, "B H before E"]:
-    """The ``past`` of what follows v; of v no more than that is kept alive."""
+    """The ``past`` of what follows v, without keeping the rest of v in memory."""
     new = v[:, :, max(0, v.shape[2] - past.shape[2]) :]
     return torch.cat([past[:, :, new.shape[2] :], new], 2)
 
@@ -114,15 +114,15 @@ def convolve_by_blocks(
 
 
 def _depthwise(v: Tensor, weight: Tensor, before: int) -> Tensor:
-    """By torch's convolution, which needs no blocks: for programs that take any length."""
+    """Convolve by torch, which needs no blocks: for programs that take any length."""
     padded = F.pad(v, (0, 0, before, weight.shape[1] - 1 - before))
     return F.conv2d(padded, weight[:, None, :, None], groups=v.shape[1])
 
 
 def _heads_at_a_time(v: Tensor) -> int:
-    """All, unless they are so large that the memory of temporaries is returned to the system.
+    """All heads, unless they are so large that temporaries are returned to the system.
 
-    It is zeroed then each time it is taken, which takes longer than the products.
+    Such memory is zeroed each time it is taken, which takes longer than the products.
     """
     size = v.numel() * v.element_size()
     if v.device.type != "cpu" or torch.compiler.is_compiling() or size <= MOST_BYTES:

@@ -43,7 +43,7 @@ def choose(call: Call, impl: str | None) -> ModuleType:
 
 
 def name_of(implementation: ModuleType) -> str:
-    """The word of an implementation in the table."""
+    """The name of an implementation in the table."""
     return next(name for name, known in IMPLEMENTATIONS.items() if known is implementation)
 
 

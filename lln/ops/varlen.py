@@ -56,7 +56,7 @@ def check_packed(
     key_mask: Tensor | None,
     query_mask: Tensor | None,
 ) -> None:
-    """Packed tensors ``[T, H, D]`` and the offsets that cut them, or a clear error."""
+    """Check packed tensors ``[T, H, D]`` and the offsets that cut them."""
     check_packed_qkv(q, k, v)
     _check_offsets("cu_seqlens_q", cu_q, q.shape[0])
     _check_offsets("cu_seqlens_k", cu_k, k.shape[0])
@@ -79,7 +79,7 @@ def check_packed(
 
 
 def check_packed_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Packed tensors ``[T, H, D]`` of one dtype and device, H a multiple of the key heads."""
+    """Check packed tensors ``[T, H, D]``: one dtype and device, H a multiple of the key heads."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_floating(name, x)
         if x.dim() != 3:

@@ -32,7 +32,7 @@ __all__ = [
 
 
 def refuses(call: Call) -> str | None:
-    """Plain PyTorch takes everything."""
+    """None: plain PyTorch takes everything."""
     return None
 
 
@@ -49,7 +49,7 @@ def read(q, log_mass, mean, *, alpha, slot_dropout=None, wide=False) -> Tensor:
 def bidirectional(
     q, k, v, *, alpha, beta, key_mask=None, normalize_keys=False, slot_dropout=None, wide=False
 ) -> Tensor:
-    """Every query reads the summary of all keys."""
+    """LLN attention: every query reads the summary of all keys."""
     log_mass, mean = summarize(k, v, beta=beta, key_mask=key_mask, normalize_keys=normalize_keys)
     return read(q, log_mass, mean, alpha=alpha, slot_dropout=slot_dropout, wide=wide)
 
@@ -67,7 +67,7 @@ def causal(
     slot_dropout=None,
     wide=False,
 ) -> Tensor:
-    """Query i sees keys j ≤ i + M − N, and the keys of ``state`` before them."""
+    """Causal LLN attention: query i sees keys j ≤ i + M − N, and those of ``state``."""
 
     def before(k, v, mask):
         return summarize(k, v, beta=beta, key_mask=mask, normalize_keys=normalize_keys)
@@ -165,7 +165,7 @@ def varlen(
     is_causal=False,
     normalize_keys=False,
 ) -> Tensor:
-    """Each packed sequence by itself."""
+    """LLN attention of each packed sequence by itself; LLN+Diag with ``block``."""
     return varlen_op(
         q, k, v, cu_q, cu_k, alpha, beta, key_mask, block or 0, scale, is_causal, normalize_keys
     )

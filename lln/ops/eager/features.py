@@ -81,5 +81,5 @@ def key_gradients(
 
 
 def finite_or_zero(x: Tensor) -> Tensor:
-    """A maximum over nothing is −inf; as a shift inside exp() it must be 0 instead."""
+    """Put 0 for −inf, the maximum over nothing, where it is a shift inside exp()."""
     return x.masked_fill(x == -torch.inf, 0)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lln.ops.arguments import exported_for_any, hide, no_autocast, transforms_active
+from lln.ops.eager.parts import early_and_blind
 from lln.protocols import compute_dtype
 
 
@@ -38,14 +39,13 @@ def attend_in_blocks(
     is_causal: bool,
     wide: bool,
 ) -> Tensor:
-    """As :func:`lln.ops.eager.block_diagonal`, differentiated by torch.
+    """Softmax attention inside blocks, differentiated by torch.
 
     Positions are those of the keys; query i stands at i + M − N.
     """
     given, dtype = q.dtype, compute_dtype(q, k, v)
     queries, keys = q.shape[2], k.shape[2]
-    blind = max(queries - keys, 0)  # queries that stand before the first key
-    first = max(keys - queries, 0)  # position of the first query that has a block
+    first, blind = early_and_blind(q, k)  # first: position of the first query that has a block
     start = first // block * block
     before, after = first - start, -(keys - start) % block
     q = _padded(q[:, :, blind:].to(dtype), before, after)
@@ -66,14 +66,17 @@ def attend_in_blocks(
 
 
 def _padded(x: Tensor, before: int, after: int) -> Tensor:
-    """Zeros before and after the tokens; the same tensor if there are none."""
+    """x with zeros before and after its tokens; x itself if there are none."""
     return F.pad(x, (0, 0, before, after)) if before or after else x
 
 
 def _softmax(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, block: int, scale: float, is_causal: bool
 ) -> Tensor:
-    """Of ``[B, H, T · block, D]``; ``seen`` is ``[B, 1, T, 1, block]``, values are 0 elsewhere."""
+    """Attend in blocks of ``[B, H, T · block, D]``; ``seen`` is ``[B, 1, T, 1, block]``.
+
+    Values are 0 where ``seen`` is False.
+    """
     batch, heads = q.shape[:2]
     # Four dimensions by a view, whichever of heads and tokens lies outside of the other.
     inside = q.stride(1) < q.stride(2) and batch > 1

@@ -27,7 +27,7 @@ def segments(x: Tensor, tile: int) -> list[slice]:
 
 
 def _tile_size(length: int) -> int:
-    """A power of two, no longer than the sequence needs."""
+    """The length of a tile: a power of two, no longer than the sequence needs."""
     return min(TILE, 1 << max(0, length - 1).bit_length())
 
 

@@ -1,4 +1,4 @@
-"""summarize and read in plain PyTorch, with their own gradients (MATHS of the exact form).
+"""summarize and read in plain PyTorch, with gradients of their own.
 
     L_l = logsumexp_j(β k_jl),   M_l = Σ_j exp(β k_jl − L_l) v_j          summarize
     A_il = softmax_l(α q_il + L_l),   out_i = Σ_l A_il M_l                read

@@ -110,7 +110,7 @@ def _bidirectional_backward(d_out, q, k, v, alpha, beta, key_mask, normalize_key
 
 
 def _causal_backward(d_out, q, k, v, alpha, beta, key_mask, normalize_keys):
-    """Keys before the first query are a prefix state; queries before the first key see nothing."""
+    """Gradients: early keys are a state before the square, blind queries see nothing."""
     early, blind = early_and_blind(q, k)
     prefix = k[:, :, :early], v[:, :, :early], beta, key_mask[:, :early]
     state = summarize_op(*prefix, normalize_keys)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
-    """The kernels take any strides but the last: copy only if a row is not contiguous."""
+    """x with contiguous rows, copied only if they are not: the kernels take any other stride."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 

@@ -33,7 +33,7 @@ def causal(
     state: State | None = None,
     slot_dropout: None = None,
 ) -> Float[Tensor, "B H N E"]:
-    """Query i sees keys j ≤ i + M − N, and the keys of ``state`` before them."""
+    """Causal LLN attention: query i sees keys j ≤ i + M − N, and those of ``state``."""
     if slot_dropout is not None:
         raise ValueError("slot_dropout is not supported by impl='triton'; use impl='eager'")
 

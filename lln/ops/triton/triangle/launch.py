@@ -56,7 +56,7 @@ def carried_values(d: int, e: int) -> int:
 
 
 def carry_options(t: Tile, q: Tensor) -> dict[str, bool]:
-    """Sums if the tile says so, and if the dtype has the exponents for them: float16 has not."""
+    """Carry sums if the tile says so and the dtype has the exponents: float16 has not."""
     return {"SUMS": t.sums and q.dtype != torch.float16}
 
 
