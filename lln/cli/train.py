@@ -323,7 +323,7 @@ def sweep(
     jobs: Annotated[int, typer.Option(min=1, help="Runs at once, as processes.")] = 1,
     out: Annotated[Path, typer.Option(help="Folder of the result rows.")] = Path("results"),
     minutes: Annotated[
-        float | None, typer.Option(help="Stop after; what does not fit is not started.")
+        float | None, typer.Option(help="Stop after; the same command goes on.")
     ] = None,
     data: Data = None,
     scratch: Annotated[

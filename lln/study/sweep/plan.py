@@ -15,6 +15,7 @@ gives more seeds to the best rate of each attention alone, chosen on validation 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -80,9 +81,8 @@ class Job:
     """A run, what names its rows, and what must have run before it.
 
     Attributes:
-        timed: It takes all places, and may be started ahead of its turn.
-        state: "waiting", "ahead" (its process waits for its turn), "running", "done", "failed" or
-            "skipped".
+        timed: Its speed is reported, so it takes all places.
+        state: "waiting", "running", "done", "failed" or "skipped".
     """
 
     kind: str
@@ -121,12 +121,10 @@ class Job:
         rows = read_rows(path) if path.exists() else []
         return any(row.get("diverged") and key_of(row) in keys for row in rows)
 
-    def command(self) -> list[str]:
-        """Of the process that runs it."""
-        paths = {
-            name: None if value is None else str(value) for name, value in vars(self.place).items()
-        }
-        text = json.dumps({"kind": self.kind, "spec": self.spec, "place": paths})
+    def command(self, *, shared: bool) -> list[str]:
+        """Give the command line that runs it; ``shared`` if others may run beside it."""
+        place = dataclasses.replace(self.place, shared=shared).to_json()
+        text = json.dumps({"kind": self.kind, "spec": self.spec, "place": place})
         return [sys.executable, "-m", "lln.study.sweep.jobs", text]
 
 

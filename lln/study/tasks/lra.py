@@ -237,7 +237,7 @@ def run(
             **tested(task, summary, config.train, folder),
             "curves": curves(folder),
         }
-        spent = time.perf_counter() - started - summary.waited_seconds
+        spent = time.perf_counter() - started
         row = runlog.result_row(
             task.name, config.train, task.settings, metrics, seconds=spent, device=summary.device
         )

@@ -313,7 +313,7 @@ def _row(task: MLM, summary: Summary, seconds: float) -> Row:
         config.train,
         task.settings,
         {**metrics, "tokens": seen},
-        seconds=seconds - summary.waited_seconds,
+        seconds=seconds,
         device=summary.device,
     )
 

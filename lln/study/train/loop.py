@@ -28,7 +28,6 @@ from lln.study.train.engine import Engine, make_accelerator
 from lln.study.train.progress import Progress, Silent
 from lln.study.train.runlog import RunLog
 from lln.study.train.task import Summary, Task
-from lln.study.train.turn import wait_for_turn
 
 HOPELESS = 100  # updates in a row that had to be left out
 
@@ -93,8 +92,7 @@ class _Run:
         self.loss: float | None = None
         self.diverged = self.stopped = False
         self.skipped = self.stuck = 0  # updates without a finite gradient: in all, in a row
-        self.seconds = self.first_seconds = self.waited = 0.0
-        self.has_turn = False
+        self.seconds = self.first_seconds = 0.0
         self.counted, self.untimed = 0, engine.untimed  # updates `seconds` is about, and not
         self.mark = time.perf_counter()
         self.main = engine.rank == 0
@@ -141,8 +139,6 @@ class _Run:
         return broken or (self.skipped > 0 and 2 * self.skipped >= self.step)
 
     def _update(self) -> None:
-        if self.untimed == 0 and not self.has_turn:
-            self._off_the_clock(self._wait_for_turn)
         every = self.config.monitor_every
         if every and self.step % every == 0:
             self._off_the_clock(self._measured_update)
@@ -151,10 +147,6 @@ class _Run:
             self._count()
         self.step += 1
         self.progress.at(self.step)
-
-    def _wait_for_turn(self) -> None:
-        """In a sweep, what is timed may have to wait until others are done."""
-        self.waited, self.has_turn = wait_for_turn(), True
 
     def _count(self) -> None:
         """Time all updates but the first of this process, which compile, allocate and record."""
@@ -332,7 +324,6 @@ class _Run:
             parameters=sum(parameter.numel() for parameter in engine.model.parameters()),
             seconds=self.seconds,
             first_seconds=self.first_seconds,
-            waited_seconds=self.waited,
             step_ms=1e3 * self.seconds / self.counted if self.counted else None,
             tokens_per_second=self._tokens_per_second(),
             peak_mb=torch.cuda.max_memory_allocated() / 2**20 if cuda else None,

@@ -17,7 +17,6 @@ from typing import Any
 from lln.records import files, machine
 from lln.records.rows import Row, RowFile, number, read_rows
 from lln.study.train.config import TrainConfig
-from lln.study.train.turn import shares_device
 
 CURVE, MONITOR = "curve.jsonl", "monitor.jsonl"
 
@@ -98,6 +97,9 @@ def result_row(
 ) -> Row:
     """A row that says all that is needed to judge and repeat it.
 
+    ``shared`` says that other runs may have used the device at the same time, so that its speed
+    says nothing: a sweep of several jobs sets it (:mod:`lln.study.sweep`).
+
     Args:
         subject: "mlm", "glue", "vit", "lra" or "step".
         settings: Those of the task, kept in ``configuration`` beside the fields of ``config``.
@@ -112,7 +114,7 @@ def result_row(
         "digest": config.digest(settings),
         **machine.facts(device),
         "transformers": machine.version("transformers"),
-        "shared": shares_device(),
+        "shared": False,
         "seconds": round(seconds, 2),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }

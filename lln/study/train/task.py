@@ -70,7 +70,6 @@ class Summary:
         best: Value of the task's metric in the best evaluation, and its step.
         seconds: Of training; evaluation, checkpoints and the first updates (compilation) not
             counted, the latter being ``first_seconds``.
-        waited_seconds: For the turn of this run in a sweep; part of nothing else.
         skipped: Updates that were left out, because the gradient was NaN or infinite.
         diverged: Whether it was given up because they followed each other, or half of all updates
             were such, or the last evaluation has a number that is not finite.
@@ -86,7 +85,6 @@ class Summary:
     parameters: int
     seconds: float
     first_seconds: float
-    waited_seconds: float
     step_ms: float | None
     tokens_per_second: float | None
     peak_mb: float | None

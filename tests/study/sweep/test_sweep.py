@@ -58,16 +58,16 @@ class Fake(Job):
     seconds = 0.0
     fails = False
 
-    def command(self):
+    def command(self, *, shared):
         path = self.place.results(self.kind)
         words = [self.keys[0][0], str(self.seconds), "yes" if self.fails else "no", str(path)]
         return [sys.executable, "-S", "-c", SCRIPT, *words]
 
 
-def job(folder, name, *, seconds=0.0, fails=False, slots=1, before=None):
+def job(folder, name, *, seconds=0.0, fails=False, slots=1, timed=False, before=None):
     folder.mkdir(exist_ok=True, parents=True)
     place = Place(None, folder, folder / "scratch" / name)
-    made = Fake("fake", {"task": name}, slots, [(name, 0)], place, before)
+    made = Fake("fake", {"task": name}, slots, [(name, 0)], place, before, timed=timed)
     made.seconds, made.fails = seconds, fails
     if before is not None:
         before.after.append(made)
@@ -206,9 +206,11 @@ def test_a_run_that_stands_in_two_files_runs_once(tmp_path):
 def test_runs_share_the_slots(tmp_path):
     planned = [job(tmp_path, name, seconds=0.4) for name in "ab"]
     planned.append(job(tmp_path, "wide", slots=9))
+    planned.append(job(tmp_path, "timed", timed=True))
     _, said = run(planned, slots=2)
     found = order(said)
-    assert found[:2] == ["started a", "started b"] and found[-2:] == ["started wide", "done wide"]
+    assert found[:2] == ["started a", "started b"]
+    assert found[-4:] == ["started wide", "done wide", "started timed", "done timed"]
 
 
 class FakeRepeated(Repeated, Fake):
@@ -298,14 +300,6 @@ def test_it_stops_in_time_and_goes_on_later(tmp_path):
     assert len(outcome.done) == 2
 
 
-def test_what_is_known_to_take_too_long_is_not_started(tmp_path):
-    row = {"digest": "x", "seed": 9, "seconds": 500.0, "configuration": {"task": "slow"}}
-    append_row(tmp_path / "fake.jsonl", row)
-    outcome, said = run([job(tmp_path, name) for name in ("slow", "quick")], minutes=1)
-    assert len(outcome.done) == 1 and len(outcome.left) == 1
-    assert any(line.startswith("not started") and "slow" in line for line in said)
-
-
 @pytest.fixture
 def data(tmp_path, monkeypatch):
     monkeypatch.setenv("LLN_CACHE", str(tmp_path / "cache"))
@@ -321,9 +315,12 @@ def test_keys_are_known_before_a_run_and_rows_have_them(tmp_path, data):
     assert [each.kind for each in planned] == ["mlm", "glue"] * 2
     assert not any(each.has_rows() for each in planned)
     for each in planned:
-        jobs.find(each.kind).run(each.spec, each.place)
+        told = json.loads(each.command(shared=each.kind == "glue")[-1])
+        jobs.find(told["kind"]).run(told["spec"], Place.from_json(told["place"]))
         assert each.has_rows(), each.label
     rows = read_rows(tmp_path / "out" / "glue.jsonl")
+    assert all(row["shared"] for row in rows)
+    assert not any(row["shared"] for row in read_rows(tmp_path / "out" / "mlm.jsonl"))
     found = [(row["mechanism"], row["configuration"]["task"], row["seed"]) for row in rows]
     tasks = [("sst2", 0), ("sst2", 1), ("stsb", 0), ("stsb", 1)]
     assert found == [(name, *task) for name in ("softmax", "lln_diag") for task in tasks]
@@ -424,17 +421,14 @@ def test_every_mechanism_of_table_1_is_pretrained_and_fine_tuned(tmp_path, data,
     assert row["mechanism"] == spec["attention"] and 0 <= row["accuracy"] <= 1
 
 
-def test_a_row_says_whether_its_run_may_have_shared_the_device(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        Fake, "command", lambda self: [sys.executable, "-S", "-c", SHARES, self.keys[0][0]]
-    )
-    shown = {}
+def test_a_run_is_told_whether_it_may_share_the_device(tmp_path, monkeypatch):
+    told = {}
+
+    def command(self, *, shared):
+        told[self.keys[0][0]] = shared
+        return [sys.executable, "-S", "-c", ""]
+
+    monkeypatch.setattr(Fake, "command", command)
     for name, slots, timed in (("narrow", 1, False), ("wide", 2, False), ("timed", 1, True)):
-        made = job(tmp_path, name, slots=slots)
-        made.timed = timed
-        run([made], slots=2)
-        shown[name] = (made.place.folder / "log.txt").read_text().strip()
-    assert shown == {"narrow": "narrow True", "wide": "wide False", "timed": "timed False"}
-
-
-SHARES = 'import os, sys; print(sys.argv[1], "LLN_SHARED" in os.environ)'
+        run([job(tmp_path, name, slots=slots, timed=timed)], slots=2)
+    assert told == {"narrow": True, "wide": False, "timed": False}

@@ -31,25 +31,35 @@ class Place:
         out: Folder of the result rows, ``KIND.jsonl`` each.
         folder: Of the run itself, for checkpoints and curves.
         source: Of the pre-training that a fine-tuning starts from.
+        shared: Whether other runs may use the device at the same time; rows say so, and no table
+            shows their speed.
     """
 
     data: Path | None
     out: Path
     folder: Path
     source: Path | None = None
+    shared: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: str(x) if isinstance(x, Path) else x for key, x in vars(self).items()}
+
+    @staticmethod
+    def from_json(fields: dict[str, Any]) -> Place:
+        return Place(**{key: Path(x) if isinstance(x, str) else x for key, x in fields.items()})
 
     def results(self, kind: str) -> Path:
         return self.out / f"{kind}.jsonl"
 
     def add(self, kind: str, row: Row) -> None:
         """Append a row unless it is there."""
-        append_row(self.results(kind), row, once=True)
+        append_row(self.results(kind), {**row, "shared": self.shared}, once=True)
 
     def keep_curves(self, row: Row, name: str, curve: list[Row]) -> None:
         """Append a curve of a run as one line, beside what names its row."""
         if curve:
             names = ("subject", "mechanism", "digest", "seed", "shared", "configuration")
-            line = {**{key: row[key] for key in names}, "rows": curve}
+            line = {**{key: row[key] for key in names}, "shared": self.shared, "rows": curve}
             append_row(self.out / f"{name}.jsonl", line, once=True)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 from lln.study.sweep.jobs import Place, find
 from lln.study.train.runfolder import held
@@ -13,8 +12,7 @@ from lln.study.train.runfolder import held
 def main(text: str) -> None:
     """Run the job that :func:`lln.study.sweep.plan.Job.command` has written down."""
     job = json.loads(text)
-    paths = {name: None if value is None else Path(value) for name, value in job["place"].items()}
-    place = Place(**paths)  # type: ignore[arg-type]
+    place = Place.from_json(job["place"])
     with held(place.folder):  # a sweep that is killed leaves this process, its rerun starts another
         find(job["kind"]).run(job["spec"], place)
 

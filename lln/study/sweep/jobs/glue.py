@@ -16,12 +16,6 @@ from lln.study.sweep.jobs import Key, Place, Spec
 from lln.study.tasks import glue
 from lln.study.tasks.pretrained import Pretrained
 from lln.study.train.runlog import has_row
-from lln.study.train.turn import wait_for_turn
-
-PACKAGES = (
-    *("accelerate", "lln.hf", "scipy.stats", "sklearn.metrics", "tokenizers"),
-    "transformers.models.roberta.modeling_roberta",
-)
 
 
 def keys(spec: Spec, place: Place, pretrained: Pretrained | None = None) -> list[Key]:
@@ -33,7 +27,6 @@ def keys(spec: Spec, place: Place, pretrained: Pretrained | None = None) -> list
 
 
 def run(spec: Spec, place: Place) -> None:
-    wait_for_turn(*PACKAGES)  # the checkpoint is not there before
     with _cheap_collections():
         _run(spec, place)
 

@@ -16,7 +16,6 @@ from lln.study.data.arena.datasets import LRAData
 from lln.study.sweep.jobs import Key, Place, Spec
 from lln.study.tasks import lra
 from lln.study.train.runlog import has_row
-from lln.study.train.turn import wait_for_turn
 
 
 def keys(spec: Spec, place: Place) -> list[Key]:
@@ -33,7 +32,6 @@ def run(spec: Spec, place: Place) -> None:
         arrays = _arrays(config, place)
         place.add("lra", lra.run(config, arrays, folder=place.folder, tensorboard=False))
         return
-    wait_for_turn("accelerate")  # a few updates are soon disturbed by those of another process
     for config, key in zip(configs(spec), keys(spec, place), strict=True):
         if not has_row(place.results("lra"), *key):
             place.add("lra", lra.throughput(config, _arrays(config, place)))

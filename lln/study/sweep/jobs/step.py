@@ -10,7 +10,6 @@ import torch
 from lln.study.sweep.jobs import Key, Place, Spec
 from lln.study.tasks import mlm
 from lln.study.train.runlog import has_row
-from lln.study.train.turn import wait_for_turn
 
 
 def keys(spec: Spec, place: Place) -> list[Key]:
@@ -24,8 +23,6 @@ def keys(spec: Spec, place: Place) -> list[Key]:
 
 
 def run(spec: Spec, place: Place) -> None:
-    # A few updates are soon disturbed: nothing of this process runs on the GPU before its turn.
-    wait_for_turn("accelerate", "lln.hf", "transformers.models.roberta.modeling_roberta")
     for config, (digest, seed) in zip(_configs(spec), keys(spec, place), strict=True):
         if has_row(place.results("step"), digest, seed):
             continue
