@@ -62,7 +62,7 @@ LAYERS = {**LIBRARY, **STUDY, "cli": {*STUDY, "zoo", "nn", "instruments", "recor
 
 # layer -> third-party packages it may import at all
 ALWAYS_PRESENT = {"torch", "numpy", "jaxtyping"}
-TRAINING = {"transformers", "accelerate", "safetensors", "tokenizers"}
+TRAINING = {"transformers", "safetensors", "tokenizers"}
 THIRD_PARTY: dict[str, set[str]] = {
     **dict.fromkeys(LAYERS, ALWAYS_PRESENT),
     "mechanisms": set(),  # `lln list` reads the table, and does not wait for torch

@@ -97,9 +97,9 @@ def plain_errors(command: str) -> Iterator[None]:
         )
         raise typer.Exit(INTERRUPTED) from None
     finally:
-        from lln.study.train.engine import leave_processes
+        from lln.study.train import processes
 
-        leave_processes()
+        processes.leave()
 
 
 def exit_if_diverged(row: Mapping[str, Any]) -> None:
@@ -122,8 +122,8 @@ def exit_if_diverged(row: Mapping[str, Any]) -> None:
 def _train() -> None:
     """Train a model with any attention of the zoo.
 
-    The same command again continues an interrupted run. Under torchrun or accelerate launch it runs
-    on several processes.
+    The same command again continues an interrupted run. Under torchrun it runs on several
+    processes.
     """
 
 

@@ -25,7 +25,7 @@ from tests.mutation.mutants import Mutant, draw, mutants_of
 from tests.mutation.table import ROOT, killers_of, sources
 from tests.mutation.tree import Tree
 
-LOADED = ("tests.conftest", "torch._dynamo", "transformers", "accelerate")
+LOADED = ("tests.conftest", "torch._dynamo", "transformers")
 _tree: Tree | None = None
 
 

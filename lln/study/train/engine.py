@@ -1,12 +1,8 @@
-"""One update of a model: devices and processes by accelerate, precision, gradients, optimizer."""
+"""One update of a model: its processes, precision, gradients and optimizer."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib
-import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,10 +11,10 @@ from torch import Tensor, nn
 
 from lln.study.train.config import TrainConfig
 from lln.study.train.graph import ORDINARY_FIRST, Graphs
+from lln.study.train.processes import Processes
 from lln.study.train.seeds import derived_seed, seed_everything
 
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
-USE_FSDP = "ACCELERATE_USE_FSDP"
 AUTOCAST = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -40,42 +36,6 @@ class _Root(nn.Module):
         return function(self.model, *arguments)
 
 
-def make_accelerator() -> Any:
-    """Processes and devices: those of ``torchrun`` or ``accelerate launch``, or this process alone.
-
-    Precision is ours, not accelerate's: its fp16 does not exist on CPUs. So is sharding, for the
-    same reason; ``accelerate launch --use_fsdp`` asks for it as ``config.shard`` does.
-    """
-    try:
-        from accelerate import Accelerator
-    except ImportError as error:
-        raise ImportError("training needs: pip install 'lln-attention[train]'") from error
-    if torch.distributed.is_available():
-        # Its functions keep the group that exists when it is imported as their default, and a
-        # group that is kept never ends its threads: see `leave_processes`.
-        importlib.import_module("torch.distributed.nn")
-    asked = os.environ.pop(USE_FSDP, None)
-    try:
-        return Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available())
-    finally:
-        if asked is not None:
-            os.environ[USE_FSDP] = asked
-
-
-def leave_processes() -> None:
-    """Leave the group of processes that :func:`make_accelerator` may have joined.
-
-    gloo's threads let go of the tensors of the last exchange a moment after it; an interpreter that
-    ends in that moment is aborted. A group that nobody holds waits for its threads; a sharded model
-    holds its group, so there they get time.
-    """
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        gc.collect()
-        distributed.destroy_process_group()
-        time.sleep(0.2)
-
-
 class Engine:
     """A model on its device(s), and :meth:`update`.
 
@@ -86,10 +46,9 @@ class Engine:
         untimed: First updates, which compile, allocate and record.
     """
 
-    def __init__(self, accelerator: Any, model: nn.Module, task: Batches, config: TrainConfig):
-        self.accelerator, self.task, self.config = accelerator, task, config
-        self.model, self.device = model, accelerator.device
-        self.world, self.rank = accelerator.num_processes, accelerator.process_index
+    def __init__(self, processes: Processes, model: nn.Module, task: Batches, config: TrainConfig):
+        self.model, self.task, self.config = model, task, config
+        self.rank, self.world, self.device = processes.rank, processes.world, processes.device
         part = self.world * config.accumulation
         if config.batch_size % part:
             raise ValueError(
@@ -98,7 +57,8 @@ class Engine:
             )
         if config.checkpointing:
             _checkpoint_activations(model)
-        self._wrap(model)
+        self.root = _Root(model).to(self.device)
+        self.wrapped = self._wrapped()
         self.loss: Loss = torch.compile(task.loss, dynamic=False) if config.compile else task.loss
         on_gpu = self.device.type == "cuda"
         self.optimizer = torch.optim.AdamW(
@@ -120,23 +80,25 @@ class Engine:
             self.graphs = Graphs(self._update, self.optimizer.zero_grad)
         self.untimed = 1 if self.graphs is None else ORDINARY_FIRST + 1
 
-    def _wrap(self, model: nn.Module) -> None:
-        self.root = _Root(model)
-        asked = self.config.shard or os.environ.get(USE_FSDP, "").lower() in ("1", "true")
-        if asked and self.world > 1:
-            self.wrapped: Any = _sharded(self.root.to(self.device))
-        else:
-            self.wrapped = self.accelerator.prepare(self.root)
+    def _wrapped(self) -> Any:
+        if self.world == 1:
+            return self.root
+        if self.config.shard:
+            return _sharded(self.root)
+        own = [self.device] if self.device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(self.root, device_ids=own)
 
     @contextlib.contextmanager
     def _unsynchronised(self) -> Iterator[None]:
         """Gradients stay with their process: more micro-batches follow."""
-        if hasattr(self.wrapped, "set_requires_gradient_sync"):
+        if self.world == 1:
+            yield
+        elif self.config.shard:
             self.wrapped.set_requires_gradient_sync(False)
             yield
             self.wrapped.set_requires_gradient_sync(True)
         else:
-            with self.accelerator.no_sync(self.wrapped):
+            with self.wrapped.no_sync():
                 yield
 
     def autocast(self) -> contextlib.AbstractContextManager:
@@ -196,7 +158,7 @@ class Engine:
         return norm
 
     def _step(self, norm: Tensor) -> None:
-        """Change the weights, unless the gradient is not finite: one such would be the end of all.
+        """Change the weights, unless the gradient is not finite: they would be NaN for ever.
 
         A GPU is not waited for: the fused optimizer looks for itself, as it does for GradScaler.
         """

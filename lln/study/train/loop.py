@@ -22,9 +22,9 @@ import torch
 
 from lln.device.precision import tf32_products
 from lln.instruments.monitor import DEFAULT_MEASURES, monitor
-from lln.study.train import checkpoint, runfolder
+from lln.study.train import checkpoint, processes, runfolder
 from lln.study.train.config import TrainConfig
-from lln.study.train.engine import Engine, make_accelerator
+from lln.study.train.engine import Engine
 from lln.study.train.progress import Progress, Silent
 from lln.study.train.runlog import RunLog
 from lln.study.train.task import Summary, Task
@@ -56,18 +56,19 @@ def train(
         >>> summary = train(task, TrainConfig(steps=100, eval_every=20), Path("runs/a"))
         >>> summary.metrics["loss"], summary.best
     """
-    accelerator = make_accelerator()
+    group = processes.join()
+    on_gpu = group.device.type == "cuda"
     folder = None if folder is None else Path(folder)
     with runfolder.held(folder):
-        task.prepare(accelerator.device)
-        if folder is not None and accelerator.is_main_process:
+        task.prepare(group.device)
+        if folder is not None and group.rank == 0:
             runfolder.compare(folder, identity(task, config), _configuration(task, config))
-        accelerator.wait_for_everyone()
-        if accelerator.device.type == "cuda":
+        group.wait()
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         # what autocast leaves in float32 may be TF32 in a run of half precision
-        with tf32_products(accelerator.device.type == "cuda" and config.precision != "fp32"):
-            engine = Engine(accelerator, task.build(), task, config)
+        with tf32_products(on_gpu and config.precision != "fp32"):
+            engine = Engine(group, task.build(), task, config)
             run = _Run(task, config, folder, engine, progress or Silent(), tensorboard)
             with contextlib.closing(run):
                 return run.to_the_end(test=test)

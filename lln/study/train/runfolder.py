@@ -19,13 +19,12 @@ from typing import Any
 from lln.records import files
 
 RUN, LOCK = "run.json", ".lock"
-RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _held: dict[Path, int] = {}  # folders that this process holds, and which of its threads
 
 
 def is_first_process() -> bool:
-    """Whether this is the process that writes, of all that a launcher may have started."""
-    return next((os.environ[name] for name in RANKS if name in os.environ), "0") == "0"
+    """Whether this is the process that writes, of all that ``torchrun`` may have started."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 @contextlib.contextmanager

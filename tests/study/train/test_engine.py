@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lln.study.train.engine import Engine, make_accelerator
+from lln.study.train import processes
+from lln.study.train.engine import Engine
 from tests.study.train.toy import Toy, toy_config
 
 
@@ -20,7 +21,7 @@ class Normed(Toy):
 def engine_of(task=Normed, **changes):
     config = toy_config(**changes)
     task = task(config)
-    return Engine(make_accelerator(), task.build(), task, config)
+    return Engine(processes.join(), task.build(), task, config)
 
 
 def gradients_of(engine, step):

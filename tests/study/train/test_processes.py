@@ -12,15 +12,15 @@ from tests.study.train.toy import Toy, toy_config
 # The thread of the exchange is the last to hold x, and takes a while to let go of it.
 LEAVING = """
 import time, torch
-from lln.study.train.engine import leave_processes, make_accelerator
+from lln.study.train import processes
 class Slow:
     def __del__(self):
         time.sleep(0.6)
 def exchange():
-    accelerator = make_accelerator()
-    model = accelerator.prepare(torch.nn.Linear(3, 3))
+    group = processes.join()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
     x = torch.ones(3)
-    if accelerator.is_main_process:
+    if group.rank == 0:
         x.slow = Slow()
         torch.distributed.all_reduce(x, async_op=True)
         del x
@@ -30,7 +30,7 @@ def exchange():
         torch.distributed.all_reduce(x)
         time.sleep(0.6)
 exchange()
-leave_processes()
+processes.leave()
 """
 TOY = ("-m", "tests.study.train.toy")
 

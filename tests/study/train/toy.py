@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lln.study.data.order import shuffled
+from lln.study.train import processes
 from lln.study.train.config import TrainConfig
-from lln.study.train.engine import leave_processes
 from lln.study.train.loop import Task, train
 from lln.study.train.seeds import generator, seeded
 
@@ -70,4 +70,4 @@ if __name__ == "__main__":  # python -m tests.study.train.toy FOLDER field=value
     if os.environ.get("RANK", "0") == "0":
         sharded = any(hasattr(parameter, "full_tensor") for parameter in done.model.parameters())
         print(f"done {done.steps} on {done.processes} sharded={sharded}")
-    leave_processes()
+    processes.leave()

@@ -46,7 +46,7 @@ class Place:
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> Place:
-        return Place(**{key: Path(x) if isinstance(x, str) else x for key, x in fields.items()})
+        return Place(**{key: Path(x) if isinstance(x, str) else x for key, x in fields.items()})  # type: ignore[arg-type]
 
     def results(self, kind: str) -> Path:
         return self.out / f"{kind}.jsonl"
