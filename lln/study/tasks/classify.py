@@ -1,8 +1,7 @@
-"""What classification tasks share: loss, accuracy, the best weights, and what a row keeps."""
+"""What classification tasks share: loss, accuracy, and what a row keeps."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lln.records.rows import Row, read_rows
-from lln.study.train import checkpoint
-from lln.study.train.config import TrainConfig
-from lln.study.train.engine import AUTOCAST
-from lln.study.train.loop import Summary, Task, identity
+from lln.study.train.loop import Summary, Task
 from lln.study.train.runlog import CURVE, MONITOR
 
 POINTS = 60  # of a curve that a result row keeps
@@ -25,12 +21,11 @@ class Classification(Task):
     """Subclasses give :meth:`scores` and :meth:`in_order`.
 
     Attributes:
-        kept: The best accuracy on "valid" of this process so far, and the weights that have it.
         data_mb: Of the device's memory, taken by the data.
     """
 
     metric, better = "accuracy", "higher"
-    kept: tuple[float, dict[str, Tensor]] | None = None
+    keeps_best = True
     data_mb: float | None = None
 
     def scores(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -61,68 +56,24 @@ class Classification(Task):
             sums = found if sums is None else sums + found
         assert sums is not None, f"the {split} split is empty"
         loss, right, count = sums.tolist()
-        accuracy = right / count
-        better = self.kept is None or accuracy > self.kept[0]
-        if split == "valid" and math.isfinite(loss) and better:
-            weights = {name: x.detach().clone() for name, x in model.state_dict().items()}
-            self.kept = accuracy, weights
-        return {"loss": loss / count, "accuracy": accuracy}
+        return {"loss": loss / count, "accuracy": right / count}
+
+    def row(self, summary: Summary, folder: Path | None) -> dict[str, Any]:
+        """Columns of a result row; metrics on "test" are those of the best weights on "valid"."""
+        best = summary.best
+        return {
+            **summary.row(),
+            **summary.test_best(),
+            "valid_accuracy": None if best is None else best[0],
+            "data_mb": self.data_mb,
+            "curves": curves(folder),
+        }
 
     def note_memory(self, device: torch.device) -> None:
         """Call at the end of :meth:`prepare`: peaks of memory are counted from here."""
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self.data_mb = torch.cuda.memory_allocated(device) / 2**20
-
-
-def tested(
-    task: Classification, summary: Summary, config: TrainConfig, folder: Path | None
-) -> dict[str, Any]:
-    """Metrics on "test", once, with the weights that were best on "valid"."""
-    model, best = summary.model, summary.best
-    model.load_state_dict(_best_weights(task, summary, config, folder))
-    dtype, device = AUTOCAST[config.precision], torch.device(summary.device)
-    with torch.no_grad(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-        metrics = task.evaluate(model.eval(), "test")
-    return {
-        **metrics,
-        "valid_accuracy": None if best is None else best[0],
-        "data_mb": task.data_mb,
-    }
-
-
-def _best_weights(
-    task: Classification, summary: Summary, config: TrainConfig, folder: Path | None
-) -> Mapping[str, Tensor]:
-    """Those of the step that the run calls its best.
-
-    A run that was continued has forgotten what it was before; its folder has not.
-    """
-    last = summary.model.state_dict()
-    if summary.best is None or summary.best[1] == summary.steps:
-        return last
-    step = summary.best[1]
-    if step == 0:
-        return task.build().state_dict()
-    stored = None if folder is None else checkpoint.place(Path(folder) / "checkpoints", step)
-    if stored is not None and stored.exists():
-        return {**last, **_stored_weights(stored, identity(task, config))}
-    if step > summary.resumed and task.kept is not None:  # it was this process that found it
-        return task.kept[1]
-    raise ValueError(
-        f"{folder} has no checkpoint of step {step}, the best on validation, so the run cannot be "
-        "tested; remove the folder to train again, with save_every (--save-every) to keep the best"
-    )
-
-
-def _stored_weights(stored: Path, owner: str) -> Mapping[str, Tensor]:
-    reason = checkpoint.fault(stored, owner, unread=(checkpoint.OPTIMIZER,))
-    if reason is not None:
-        raise ValueError(
-            f"checkpoint {stored} is the best on validation and cannot be tested: {reason}; copy "
-            "it again, or remove the folder of the run to train again"
-        )
-    return checkpoint.Checkpoint(stored, {}).tensors(checkpoint.MODEL)
 
 
 def curves(folder: Path | None) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from lln.study.tasks import metrics
 from lln.study.tasks.pretrained import Pretrained
 from lln.study.train import runfolder
 from lln.study.train.config import TrainConfig, check_number, check_whole
-from lln.study.train.engine import AUTOCAST
 from lln.study.train.loop import Summary, Task, train
 from lln.study.train.progress import Progress
 from lln.study.train.runlog import append_row, find_row, result_row
@@ -92,13 +91,10 @@ def recipe(task: str, **changes: Any) -> GlueConfig:
 
 
 class Finetuning(Task):
-    """Classification or regression of one or two texts.
-
-    Attributes:
-        kept: The best score on "valid" so far, and the weights that have it.
-    """
+    """Classification or regression of one or two texts."""
 
     name, metric, better = "glue", "score", "higher"
+    keeps_best = True
 
     def __init__(
         self,
@@ -111,7 +107,6 @@ class Finetuning(Task):
         self.glue = data.find_task(config.task)
         self.splits = dict(splits)
         self.epoch: tuple[int, Tensor, list[int]] | None = None
-        self.kept: tuple[float, dict[str, Tensor]] | None = None
 
     def prepare(self, device: torch.device) -> None:
         self.splits = {name: split.to(device) for name, split in self.splits.items()}
@@ -146,8 +141,6 @@ class Finetuning(Task):
         found = outputs[:, 0] if self.glue.classes == 1 else outputs.argmax(-1)
         values = metrics.compute(self.glue.metrics, labels.cpu().numpy(), found.cpu().numpy())
         score = values[self.glue.score] if self.glue.score else sum(values.values()) / len(values)
-        if split == "valid" and (self.kept is None or score > self.kept[0]):
-            self.kept = score, {name: x.clone() for name, x in model.state_dict().items()}
         return {"loss": loss, **values, "score": score}
 
     def _predict(self, model: nn.Module, examples: Encoded) -> tuple[Tensor, Tensor]:
@@ -271,7 +264,7 @@ def _run(
     started, (shared, settings) = time.perf_counter(), plan
     tried: dict[float, tuple[float, int] | None] = {}
     diverged = []
-    best: tuple[tuple[bool, float], float, Finetuning, Summary] | None = None
+    best: tuple[tuple[bool, float], float, Summary] | None = None
     for rate in config.rates:
         task = Finetuning(config, pretrained, splits, {**settings, "rate": rate})
         own = _with_rate(config, shared, rate, len(splits["train"]))
@@ -279,17 +272,17 @@ def _run(
         summary = train(task, own, place, **watched)
         tried[rate], splits = summary.best, task.splits  # which are on the device now
         diverged += [rate] * summary.diverged
-        worth = (not summary.diverged, task.kept[0] if task.kept else -math.inf)
-        if task.kept is not None and (best is None or worth > best[0]):
-            best = worth, rate, task, summary
-    assert best is not None, "there is an evaluation before the first update"
-    (_, valid), rate, task, summary = best
+        worth = (not summary.diverged, summary.best[0] if summary.best else -math.inf)
+        if best is None or worth > best[0]:
+            best = worth, rate, summary
+    assert best is not None, "rates are at least one"
+    (_, valid), rate, summary = best
     row = result_row(
         "glue",
         _with_rate(config, shared, rate, len(splits["train"])),
         {**settings, "pretrained": dict(pretrained.configuration)},
         {
-            **_test(task, summary, config.precision),
+            **summary.test_best(),
             "valid": valid,
             "valid_by_rate": {
                 f"{rate:g}": None if x is None else x[0] for rate, x in tried.items()
@@ -334,14 +327,3 @@ def _with_rate(config: GlueConfig, shared: TrainConfig, rate: float, examples: i
         warmup=math.ceil(config.warmup * steps),
         eval_every=max(1, epoch // config.evaluations),
     )
-
-
-def _test(task: Finetuning, summary: Summary, precision: str) -> dict[str, float]:
-    """Metrics on "test" with the weights that were best on "valid"."""
-    model = summary.model
-    assert task.kept is not None
-    model.load_state_dict(task.kept[1])
-    dtype = AUTOCAST[precision]
-    kind = torch.device(summary.device).type
-    with torch.no_grad(), torch.autocast(kind, dtype, enabled=dtype != torch.float32):
-        return task.evaluate(model.eval(), "test")

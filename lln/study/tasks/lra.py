@@ -20,11 +20,11 @@ from lln.study.data.arena import datasets as data
 from lln.study.data.order import shuffled
 from lln.study.data.shards import Progress as DataProgress
 from lln.study.tasks.changes import changed
-from lln.study.tasks.classify import Classification, curves, tested
+from lln.study.tasks.classify import Classification
 from lln.study.tasks.models.lra import Classifier, LRASizes
 from lln.study.train import runfolder, runlog
 from lln.study.train.config import TrainConfig
-from lln.study.train.loop import train
+from lln.study.train.loop import Summary, train
 from lln.study.train.progress import Progress
 from lln.study.train.seeds import seeded
 
@@ -177,6 +177,9 @@ class LRA(Classification):
         found = F.pad(found, (0, self.arrays.length - found.shape[-1]))
         return {"tokens": found, "labels": labels[index]}
 
+    def row(self, summary: Summary, folder: Path | None) -> dict[str, Any]:
+        return {"task": self.config.task, **super().row(summary, folder)}
+
     def scores(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         return model(batch["tokens"])
 
@@ -231,12 +234,7 @@ def run(
             key = config.train.digest(task.settings), config.train.seed
             if (row := runlog.find_row(results, *key)) is not None:
                 return row
-        metrics = {
-            "task": config.task,
-            **summary.row(),
-            **tested(task, summary, config.train, folder),
-            "curves": curves(folder),
-        }
+        metrics = task.row(summary, folder)
         spent = time.perf_counter() - started
         row = runlog.result_row(
             task.name, config.train, task.settings, metrics, seconds=spent, device=summary.device

@@ -17,7 +17,7 @@ from lln.study.data import images
 from lln.study.data.augment import Augmentation, augment, plain
 from lln.study.data.order import shuffled
 from lln.study.tasks.changes import changed
-from lln.study.tasks.classify import Classification, curves, tested
+from lln.study.tasks.classify import Classification
 from lln.study.tasks.models import softmax
 from lln.study.train import runfolder, runlog
 from lln.study.train.config import TrainConfig
@@ -270,11 +270,7 @@ def run(
             key = config.train.digest(task.settings), config.train.seed
             if (row := runlog.find_row(results, *key)) is not None:
                 return row
-        metrics = {
-            **summary.row(),
-            **tested(task, summary, config.train, folder),
-            "curves": curves(folder),
-        }
+        metrics = task.row(summary, folder)
         spent = time.perf_counter() - started
         row = runlog.result_row(
             task.name, config.train, task.settings, metrics, seconds=spent, device=summary.device

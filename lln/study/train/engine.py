@@ -220,11 +220,16 @@ class Engine:
         with self.autocast():
             return self.root(function, *arguments)
 
+    def end_training(self) -> None:
+        """Let go of moments and recorded updates; the model can still be evaluated."""
+        self.optimizer.state.clear()
+        self.graphs = None
+
     # What a checkpoint holds. Every process must call these: shards are put together.
 
     def model_tensors(self) -> dict[str, Tensor]:
         """Parameters and stored buffers by name; a shared parameter once."""
-        return {name: _whole(value).cpu() for name, value in _stored(self.model).items()}
+        return {name: _whole(value).cpu() for name, value in stored(self.model).items()}
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Moments by "parameter name/moment"."""
@@ -234,15 +239,23 @@ class Engine:
             for moment, value in self.optimizer.state.get(parameter, {}).items()
         }
 
+    def copied_weights(self) -> dict[str, Tensor]:
+        """Copies of what :meth:`model_tensors` gives, left in place and in their shards."""
+        return {name: value.detach().clone() for name, value in stored(self.model).items()}
+
     @torch.no_grad()
-    def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
-        """Take weights and moments from tensors of :meth:`model_tensors` and the other."""
-        stored = _stored(self.model)
-        if set(stored) != set(model):
-            wrong = sorted(set(stored) ^ set(model))[:3]
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take weights from :meth:`model_tensors`, :meth:`copied_weights` or another model."""
+        own = stored(self.model)
+        if set(own) != set(tensors):
+            wrong = sorted(set(own) ^ set(tensors))[:3]
             raise ValueError(f"the checkpoint is of another model: {', '.join(wrong)} differ")
-        for name, value in stored.items():
-            value.copy_(_like(value, model[name]))
+        for name, value in own.items():
+            value.copy_(_like(value, tensors[name]))
+
+    @torch.no_grad()
+    def load_moments(self, optimizer: Mapping[str, Tensor]) -> None:
+        """Take moments from tensors of :meth:`optimizer_tensors`."""
         parameters = dict(self.model.named_parameters())
         moments: dict[str, dict[str, Tensor]] = {}
         for key, value in optimizer.items():
@@ -268,7 +281,8 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     return [{"params": own, "weight_decay": decay} for own, decay in groups if own]
 
 
-def _stored(model: nn.Module) -> dict[str, Tensor]:
+def stored(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers that a checkpoint holds; a shared parameter once."""
     kept = model.state_dict(keep_vars=True)
     buffers = {name: value for name, value in model.named_buffers() if name in kept}
     return {**dict(model.named_parameters()), **buffers}
@@ -310,7 +324,7 @@ def _local(value: Tensor) -> Tensor:
 def _like(value: Tensor, full: Tensor) -> Tensor:
     """``full`` placed as ``value`` is: on its device, and cut into its shards."""
     full = full.to(value.device)
-    if not _is_sharded(value):
+    if not _is_sharded(value) or _is_sharded(full):
         return full
     from torch.distributed.tensor import distribute_tensor
 

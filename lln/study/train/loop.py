@@ -15,16 +15,18 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lln.device.precision import tf32_products
 from lln.instruments.monitor import DEFAULT_MEASURES, monitor
 from lln.study.train import checkpoint, processes, runfolder
 from lln.study.train.config import TrainConfig
-from lln.study.train.engine import Engine
+from lln.study.train.engine import Engine, stored
 from lln.study.train.progress import Progress, Silent
 from lln.study.train.runlog import RunLog
 from lln.study.train.task import Summary, Task
@@ -89,6 +91,7 @@ class _Run:
         self.task, self.config, self.folder, self.engine = task, config, folder, engine
         self.step, self.saved, self.since_best = 0, -1, 0
         self.best: tuple[float, int] | None = None
+        self.kept: tuple[int, dict[str, Tensor]] | None = None  # the best step and its weights
         self.metrics: dict[str, float] = {}
         self.loss: float | None = None
         self.diverged = self.stopped = False
@@ -214,8 +217,11 @@ class _Run:
         self.metrics = self._measure("valid")
         value = self.metrics.get(self.task.metric, math.nan)
         sign = 1 if self.task.better == "higher" else -1
-        if math.isfinite(value) and (self.best is None or sign * value > sign * self.best[0]):
+        finite = math.isfinite(value) and all(map(math.isfinite, self.metrics.values()))
+        if finite and (self.best is None or sign * value > sign * self.best[0]):
             self.best, self.since_best = (value, self.step), 0
+            if self.task.keeps_best:
+                self.kept = self.step, self.engine.copied_weights()
         else:
             self.since_best += 1
         row = {"kind": "eval", "step": self.step, **self.metrics}
@@ -294,8 +300,8 @@ class _Run:
 
     def _continue_from(self, found: checkpoint.Checkpoint) -> None:
         state = found.state
-        tensors = found.tensors(checkpoint.MODEL), found.tensors(checkpoint.OPTIMIZER)
-        self.engine.load(*tensors)
+        self.engine.load_weights(found.tensors(checkpoint.MODEL))
+        self.engine.load_moments(found.tensors(checkpoint.OPTIMIZER))
         self.engine.set_sums(state["sums"])
         self.engine.scaler.load_state_dict(state["scaler"])
         self.step = self.saved = state["step"]
@@ -333,10 +339,39 @@ class _Run:
             diverged=self.diverged,
             device=str(engine.device),
             model=engine.model,
+            test_best=self._test_best,
         )
+
+    def _test_best(self) -> dict[str, float]:
+        if self.best is not None and self.best[1] != self.step:
+            self.engine.load_weights(self._best_weights(self.best[1]))
+        return self._measure("test")
+
+    def _best_weights(self, step: int) -> Mapping[str, Tensor]:
+        """From memory, or where an earlier call has found them from the folder."""
+        if step == 0:
+            return stored(self.task.build())
+        if self.kept is not None and self.kept[0] == step:
+            return self.kept[1]
+        found = None if self.folder is None else checkpoint.place(self.folder / "checkpoints", step)
+        if found is None or not found.exists():
+            raise ValueError(
+                f"{self.folder} has no checkpoint of step {step}, the best on validation, so the "
+                "run cannot be tested; remove the folder to train again, with save_every "
+                "(--save-every) to keep the best"
+            )
+        owner = identity(self.task, self.config)
+        reason = checkpoint.fault(found, owner, unread=(checkpoint.OPTIMIZER,))
+        if reason is not None:
+            raise ValueError(
+                f"checkpoint {found} is the best on validation and cannot be tested: {reason}; "
+                "copy it again, or remove the folder of the run to train again"
+            )
+        return checkpoint.Checkpoint(found, {}).tensors(checkpoint.MODEL)
 
     def close(self) -> None:
         self.progress.stop()
+        self.engine.end_training()
         if self.log is not None:
             self.log.close()
 

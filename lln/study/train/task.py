@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ class Task:
         settings: What else decides the result beside the TrainConfig (recipe, data, length), in
             JSON values; part of the digest and of the row.
         tokens: Of a row, for tokens per second; 0 = not counted.
+        keeps_best: Whether the best weights stay in memory, so that they can be tested although no
+            checkpoint has them.
     """
 
     name: str = ""
@@ -28,6 +30,7 @@ class Task:
     better: str = "lower"
     settings: Mapping[str, Any] = {}
     tokens: int = 0
+    keeps_best: bool = False
 
     def prepare(self, device: torch.device) -> None:
         """Called once, before everything else: load data, onto the device if that is faster."""
@@ -74,6 +77,8 @@ class Summary:
         diverged: Whether it was given up because they followed each other, or half of all updates
             were such, or the last evaluation has a number that is not finite.
         model: Trained, on its device, in evaluation mode.
+        test_best: Loads the weights of the best evaluation into ``model`` and gives their metrics
+            on "test"; a ValueError if they are gone.
     """
 
     steps: int
@@ -93,6 +98,7 @@ class Summary:
     diverged: bool
     device: str
     model: nn.Module = field(repr=False)
+    test_best: Callable[[], dict[str, float]] = field(repr=False)
 
     @property
     def was_finished(self) -> bool:

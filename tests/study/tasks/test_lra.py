@@ -185,7 +185,7 @@ def test_other_weights_than_the_best_are_not_tested(tmp_path, monkeypatch, harm,
 
     monkeypatch.setattr(lra.LRA, "evaluate", evaluate)
     with monkeypatch.context() as patch:
-        patch.setattr(lra, "tested", lambda *_: (_ for _ in ()).throw(Stop))
+        patch.setattr(lra.LRA, "row", lambda *_: (_ for _ in ()).throw(Stop))
         with pytest.raises(Stop):
             lra.run(small("elu"), sequences(), folder=tmp_path, tensorboard=False)
     harm(tmp_path / "checkpoints" / "step-00000002")
