@@ -66,7 +66,6 @@ def vit(
     dogs_vs_cats_64.npz. Numbers ending in 0 are the test images, in 1 those for validation.
     """
     with plain_errors("lln train vit"):
-        from lln.study.data import images
         from lln.study.tasks import vit as tasks
         from lln.study.train.progress import Bar
 
@@ -85,8 +84,8 @@ def vit(
             seed=seed,
         )
         options = mechanism_options(option)
-        config = tasks.recipe(name, attention=attention, options=options, **changes)
-        pictures = images.load(data, side=config.side, on_damaged=on_damaged)
+        config = tasks.configure(name, attention=attention, options=options, **changes)
+        pictures = tasks.load(data, **tasks.reads(config), on_damaged=on_damaged)
         folder = out or Path("runs") / f"vit-{name}-{attention}-seed{config.train.seed}"
         results = results or folder / "results.jsonl"
         bar = Bar(f"{name} {attention}")
@@ -146,21 +145,15 @@ def lra(
             seed=seed,
         )
         options = mechanism_options(option)
-        config = tasks.recipe(task, attention=attention, options=options, **changes)
-        arrays = tasks.load(
-            config,
-            data,
-            on_damaged=on_damaged,
-            workers=workers,
-            progress=_print_generated,
-        )
+        config = tasks.configure(task, attention=attention, options=options, **changes)
+        how = {"on_damaged": on_damaged, "workers": workers, "progress": _print_generated}
+        arrays = tasks.load(data, **tasks.reads(config), **how)
         folder = out or Path("runs") / f"lra-{task}-{attention}-seed{config.train.seed}"
         results = results or folder / "results.jsonl"
         if throughput:
-            from lln.study.train.runlog import append_row
+            from lln.study.tasks import experiment, lra_step
 
-            row = tasks.throughput(config, arrays)
-            append_row(results, row)
+            row = lra_step.run(experiment.only_updates(config), arrays, results=results)
             typer.echo(f"{_cost(row) or 'out of memory'}; row in {results}")
             return
         bar = Bar(f"{task} {attention}")

@@ -183,6 +183,7 @@ def mlm(
     result row. --length 4096 --batches padded trains on whole articles.
     """
     with plain_errors("lln train mlm"):
+        from lln.study.tasks import experiment
         from lln.study.tasks import mlm as task
         from lln.study.train.progress import Bar
 
@@ -214,23 +215,17 @@ def mlm(
         folder = out or Path("runs") / name
         results = results or folder / "results.jsonl"
         if throughput:
-            from lln.study.train.runlog import append_row
+            from lln.study.tasks import step
 
-            row = task.throughput(config)
-            append_row(results, row)
+            row = step.run(experiment.only_updates(config), results=results)
             typer.echo(json.dumps({key: row[key] for key in row if key != "configuration"}))
             return
-        done = task.run(
-            config,
-            data=data,
-            folder=folder,
-            results=results,
-            tokenizer=tokenizer,
-            progress=Bar(f"{recipe} {attention}"),
-        )
+        encoded = task.load(data, **task.reads(config), tokenizer=tokenizer)
+        bar = Bar(f"{recipe} {attention}")
+        row = task.run(config, encoded, folder=folder, results=results, progress=bar)
         if is_first_process():
-            _print_end(done.row, folder, results)
-        exit_if_diverged(done.row)
+            _print_end(row, folder, results)
+        exit_if_diverged(row)
 
 
 def _print_end(row: dict[str, Any], folder: Path, results: Path) -> None:
@@ -283,17 +278,12 @@ def glue(
             compile=compile,
             seed=seed,
         )
-        config = tasks.recipe(task, **changes)
+        config = tasks.configure(task, **changes)
         folder = out or Path("runs") / f"glue-{task}-{source.name}-seed{config.seed}"
         results = results or folder / "results.jsonl"
-        row = tasks.run(
-            config,
-            source,
-            data_folder=data,
-            folder=folder,
-            results=results,
-            progress=Bar(f"{task} {source.name}"),
-        )
+        examples = tasks.load(data, body=source, **tasks.reads(config))
+        bar = Bar(f"{task} {source.name}")
+        row = tasks.run(config, examples, folder=folder, results=results, progress=bar)
         if is_first_process():
             names = ("accuracy", "f1", "matthews", "pearson", "spearman")
             numbers = ", ".join(f"{name} {row[name]:.4f}" for name in names if name in row)

@@ -97,7 +97,8 @@ def _run(label: str, folder: Path, quick: bool) -> Row:
     torch.set_num_threads(1)
     try:
         config = configuration(attention, options, quick=quick)
-        return mlm.run(config, data=BUNDLED, folder=folder, tensorboard=False).row
+        encoded = mlm.load(BUNDLED, **mlm.reads(config))
+        return mlm.run(config, encoded, folder=folder, tensorboard=False)
     finally:
         torch.set_num_threads(threads)
 

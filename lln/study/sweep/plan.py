@@ -27,8 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from lln.records.rows import read_rows
-from lln.study.sweep import jobs
-from lln.study.sweep.jobs import Key, Place, Spec
+from lln.study.sweep import job as jobs
+from lln.study.sweep.job import Place, Spec
+from lln.study.tasks.experiment import Key
+from lln.study.tasks.mlm import MLM
+from lln.study.tasks.pretrained import Pretrained
 from lln.study.train.runlog import has_row, key_of
 
 OF_THE_SWEEP = ("run", "slots", "timed", "then")  # the rest are fields of the run
@@ -125,7 +128,7 @@ class Job:
         """Give the command line that runs it; ``shared`` if others may run beside it."""
         place = dataclasses.replace(self.place, shared=shared).to_json()
         text = json.dumps({"kind": self.kind, "spec": self.spec, "place": place})
-        return [sys.executable, "-m", "lln.study.sweep.jobs", text]
+        return [sys.executable, "-m", "lln.study.sweep", text]
 
 
 @dataclass(eq=False)
@@ -233,9 +236,10 @@ def _job(spec: Spec, data: Path | None, out: Path, scratch: Path, before: Job | 
 
 def _keys(kind: str, spec: Spec, place: Place, before: Job | None) -> list[Key]:
     if before is None:
-        return jobs.find(kind).keys(spec, place)
+        return jobs.keys(kind, spec, place)
     if (before.kind, kind) != ("mlm", "glue"):
         raise ValueError(f'"then" of a run {before.kind!r} holds {kind!r}; only glue follows mlm')
-    from lln.study.sweep.jobs import glue, mlm
-
-    return glue.keys(spec, place, mlm.pretrained(before.spec, before.place))
+    _, (config,) = jobs.runs("mlm", before.spec)
+    task = MLM(config, jobs.data_of("mlm", config, before.spec, before.place))
+    body = Pretrained.planned(task, config.train, before.place.folder)
+    return jobs.keys(kind, spec, place, body)

@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lln.records.rows import Row, read_rows
-from lln.study.train.loop import Summary, Task
-from lln.study.train.runlog import CURVE, MONITOR
+from lln.study.tasks.experiment import RowTask
+from lln.study.train.runlog import CURVE, MONITOR, thinned
+from lln.study.train.task import Summary
 
 POINTS = 60  # of a curve that a result row keeps
 
 
-class Classification(Task):
+class Classification(RowTask):
     """Subclasses give :meth:`scores` and :meth:`in_order`.
 
     Attributes:
@@ -83,20 +84,13 @@ def curves(folder: Path | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rows = read_rows(folder / CURVE) if (folder / CURVE).exists() else []
     evaluations = [row for row in rows if row["kind"] == "eval"]
-    found["valid"] = _columns(thinned(evaluations), ("step", "loss", "accuracy"))
+    found["valid"] = _columns(thinned(evaluations, POINTS), ("step", "loss", "accuracy"))
     scaled = [row for row in rows if row["kind"] == "train" and row["loss_scale"] is not None]
     if scaled:
         found["loss_scale"] = _columns(thinned(scaled, 4 * POINTS), ("step", "loss_scale"))
     if (folder / MONITOR).exists():
         found |= _scales(read_rows(folder / MONITOR))
     return found
-
-
-def thinned(rows: Sequence[Any], points: int = POINTS) -> list[Any]:
-    """At most so many of the rows, evenly spread, with the first and the last."""
-    if len(rows) <= points:
-        return list(rows)
-    return [rows[round(i * (len(rows) - 1) / (points - 1))] for i in range(points)]
 
 
 def _columns(rows: Sequence[Row], names: Sequence[str]) -> dict[str, list[Any]]:
@@ -108,7 +102,7 @@ def _scales(rows: Sequence[Row]) -> dict[str, Any]:
     measured = [row for row in rows if row.get("alpha") is not None]
     if not measured:
         return {}
-    steps = thinned(sorted({row["step"] for row in measured}))
+    steps = thinned(sorted({row["step"] for row in measured}), POINTS)
     layers = sorted({row["layer"] for row in measured})
     table: dict[tuple[int, int], list[Row]] = {}
     for row in measured:

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,15 @@ from torch import Tensor, nn
 from lln.records.rows import Row
 from lln.study.data import glue as data
 from lln.study.data.pairs import Encoded, batches, bucket, encode, in_order
-from lln.study.tasks import metrics
+from lln.study.tasks import experiment, metrics
+from lln.study.tasks.experiment import Key
 from lln.study.tasks.pretrained import Pretrained
 from lln.study.train import runfolder
 from lln.study.train.config import TrainConfig, check_number, check_whole
-from lln.study.train.loop import Summary, Task, train
+from lln.study.train.loop import train
 from lln.study.train.progress import Progress
-from lln.study.train.runlog import append_row, find_row, result_row
+from lln.study.train.runlog import find_row, result_row
+from lln.study.train.task import Summary, Task
 
 EVALUATION_TOKENS = 65_536  # of a batch
 PROTOCOL = (
@@ -38,7 +41,7 @@ PROTOCOL = (
 
 @dataclass(frozen=True)
 class GlueConfig:
-    """A fine-tuning; see :func:`recipe`.
+    """A fine-tuning; see :func:`configure`.
 
     Attributes:
         rates: Learning rates that are tried; the best on held-out examples is reported.
@@ -71,7 +74,7 @@ class GlueConfig:
         check_number("warmup", self.warmup, "between 0 and 1", lambda x: 0 <= x <= 1)
 
 
-def recipe(task: str, **changes: Any) -> GlueConfig:
+def configure(task: str, **changes: Any) -> GlueConfig:
     """The usual settings of a task, some of them changed."""
     small = task in ("rte", "mrpc", "cola", "stsb")
     data.find_task(task)
@@ -166,8 +169,61 @@ def _loss(outputs: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(outputs, labels, reduction="sum")
 
 
-def plan(config: GlueConfig, pretrained: Pretrained, source: str) -> tuple[TrainConfig, dict]:
+@dataclass(frozen=True)
+class Examples:
+    """The examples of a task for one pre-trained body; read and encoded when they are needed."""
+
+    pretrained: Pretrained
+    files: data.Files
+    max_length: int
+
+    @cached_property
+    def splits(self) -> dict[str, Encoded]:
+        """Token numbers of each split."""
+        tokenizer = self.pretrained.tokenizer()
+        kind = torch.float32 if self.files.task.classes == 1 else torch.int64
+        return {
+            name: encode(
+                tokenizer,
+                part.texts,
+                torch.tensor(part.labels, dtype=kind),
+                max_length=self.max_length,
+            )
+            for name, part in vars(data.read(self.files)).items()
+        }
+
+
+def reads(config: GlueConfig) -> dict[str, Any]:
+    """Name the data of a configuration, as arguments of :func:`load` beside ``body``."""
+    return {"task": config.task, "max_length": config.max_length}
+
+
+def load(
+    source: str | os.PathLike[str] | None = None,
+    *,
+    body: str | os.PathLike[str] | Pretrained,
+    task: str,
+    max_length: int,
+) -> Examples:
+    """Find the files of a task and the pre-trained body.
+
+    Args:
+        source: See :func:`lln.study.data.glue.find`.
+        body: A run of ``lln train mlm``, or a Hugging Face folder.
+    """
+    pretrained = body if isinstance(body, Pretrained) else Pretrained.find(Path(body))
+    return Examples(pretrained, data.find(task, source), max_length)
+
+
+def key(config: GlueConfig, examples: Examples) -> Key:
+    """Name the row of a fine-tuning before it has run: digest and seed."""
+    shared, settings = plan(config, examples)
+    return shared.digest(settings), config.seed
+
+
+def plan(config: GlueConfig, examples: Examples) -> tuple[TrainConfig, dict]:
     """What decides a result: the TrainConfig of the first rate without its steps, the settings."""
+    pretrained = examples.pretrained
     attention, options = pretrained.attention
     shared = TrainConfig(
         attention=attention,
@@ -184,7 +240,7 @@ def plan(config: GlueConfig, pretrained: Pretrained, source: str) -> tuple[Train
     )
     settings = {
         "task": config.task,
-        "data": source,
+        "data": examples.files.source,
         "protocol": PROTOCOL,
         "rates": list(config.rates),
         "epochs": config.epochs,
@@ -197,71 +253,60 @@ def plan(config: GlueConfig, pretrained: Pretrained, source: str) -> tuple[Train
     return shared, settings
 
 
-def digest(config: GlueConfig, pretrained: Pretrained, source: str) -> str:
-    """Names a fine-tuning, known before it has run."""
-    shared, settings = plan(config, pretrained, source)
-    return shared.digest(settings)
-
-
 def run(
     config: GlueConfig,
-    source: str | os.PathLike[str],
+    examples: Examples,
     *,
-    data_folder: str | os.PathLike[str] | None = None,
     folder: Path | None = None,
     results: Path | None = None,
     progress: Progress | None = None,
     tensorboard: bool = True,
-    splits: Mapping[str, Encoded] | None = None,
 ) -> Row:
     """Fine-tune with every rate, report the best once; the row is returned, and appended.
 
     One that has its row in ``results`` is not run again.
 
     Args:
-        source: A run of ``lln train mlm``, or a Hugging Face folder.
-        data_folder: See :func:`lln.study.data.glue.find`.
+        examples: From :func:`load`.
         folder: For curves, one folder per rate; None keeps nothing.
         results: File that the row is appended to, by the first process.
-        splits: From :func:`encoded`, if several runs share them.
     """
     started = time.perf_counter()
-    pretrained, files = Pretrained.find(Path(source)), data.find(config.task, data_folder)
+    _check(config, examples)
+    with runfolder.held(folder):
+        row = None if results is None else find_row(results, *key(config, examples))
+        if row is None:
+            row = _run(config, examples, folder, progress=progress, tensorboard=tensorboard)
+            row["seconds"] = round(time.perf_counter() - started, 2)
+            experiment.record(results, row, once=True)
+        return row
+
+
+def _check(config: GlueConfig, examples: Examples) -> None:
+    pretrained = examples.pretrained
     pretrained.check()
     if config.max_length > pretrained.longest:
         raise ValueError(
             f"max_length={config.max_length} is more than the {pretrained.longest} positions of "
-            f"{source}; choose a smaller one"
+            f"{pretrained.folder}; choose a smaller one"
         )
-    splits = splits or encoded(config, pretrained, files)
-    shared, settings = plan(config, pretrained, files.source)
-    if config.batch_size > len(splits["train"]):
+    count = len(examples.splits["train"])
+    if config.batch_size > count:
         raise ValueError(
-            f"batch_size={config.batch_size} is more than the {len(splits['train'])} training "
-            "examples; choose a smaller one"
+            f"batch_size={config.batch_size} is more than the {count} training examples; choose "
+            "a smaller one"
         )
-    with runfolder.held(folder):
-        row = None if results is None else find_row(results, shared.digest(settings), config.seed)
-        if row is None:
-            watched = {"progress": progress, "tensorboard": tensorboard}
-            row = _run(config, pretrained, splits, folder, **watched, plan=(shared, settings))
-            row["seconds"] = round(time.perf_counter() - started, 2)
-            if results is not None and runfolder.is_first_process():
-                append_row(results, row, once=True)
-        return row
 
 
 def _run(
     config: GlueConfig,
-    pretrained: Pretrained,
-    splits: Mapping[str, Encoded],
+    examples: Examples,
     folder: Path | None,
-    *,
-    plan: tuple[TrainConfig, dict],
     **watched: Any,
 ) -> Row:
     """Every rate, and the row of the best."""
-    started, (shared, settings) = time.perf_counter(), plan
+    started, (shared, settings) = time.perf_counter(), plan(config, examples)
+    pretrained, splits = examples.pretrained, examples.splits
     tried: dict[float, tuple[float, int] | None] = {}
     diverged = []
     best: tuple[tuple[bool, float], float, Summary] | None = None
@@ -300,21 +345,6 @@ def _run(
         device=summary.device,
     )
     return {**row, "digest": shared.digest(settings)}
-
-
-def encoded(config: GlueConfig, pretrained: Pretrained, files: data.Files) -> dict[str, Encoded]:
-    """The splits of a task as token numbers: of all that is configured, ``max_length`` decides."""
-    splits, tokenizer = data.read(files), pretrained.tokenizer()
-    kind = torch.float32 if files.task.classes == 1 else torch.int64
-    return {
-        name: encode(
-            tokenizer,
-            part.texts,
-            torch.tensor(part.labels, dtype=kind),
-            max_length=config.max_length,
-        )
-        for name, part in vars(splits).items()
-    }
 
 
 def _with_rate(config: GlueConfig, shared: TrainConfig, rate: float, examples: int) -> TrainConfig:

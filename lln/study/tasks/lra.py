@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,15 +17,14 @@ from torch import Tensor, nn
 from lln.records.rows import Row
 from lln.study.data.arena import datasets as data
 from lln.study.data.order import shuffled
-from lln.study.data.shards import Progress as DataProgress
-from lln.study.tasks.changes import changed
+from lln.study.tasks import experiment
 from lln.study.tasks.classify import Classification
+from lln.study.tasks.experiment import Key
 from lln.study.tasks.models.lra import Classifier, LRASizes
-from lln.study.train import runfolder, runlog
+from lln.study.tasks.recipe import changed
 from lln.study.train.config import TrainConfig
-from lln.study.train.loop import Summary, train
-from lln.study.train.progress import Progress
 from lln.study.train.seeds import seeded
+from lln.study.train.task import Summary
 
 # Of the code base, where they differ from the defaults of the zoo; --option replaces them all.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -41,7 +39,7 @@ SOFTMAX = {"softmax": "sdpa", "softmax_eager": "matrix"}
 
 @dataclass(frozen=True)
 class LRAConfig:
-    """A run; see :func:`recipe`.
+    """A run; see :func:`configure`.
 
     Attributes:
         dropout: Of the model; none in the attention weights, whatever the mechanism.
@@ -78,11 +76,11 @@ PUBLISHED = {
 }
 
 
-def recipe(task: str, **changes: Any) -> LRAConfig:
+def configure(task: str, **changes: Any) -> LRAConfig:
     """The published settings of a task, some of them changed.
 
     Example:
-        >>> recipe("image", attention="performer", steps=5_000, learning_rate=1e-3, seed=1)
+        >>> configure("image", attention="performer", steps=5_000, learning_rate=1e-3, seed=1)
     """
     if task not in PUBLISHED:
         raise ValueError(f"task={task!r} is unknown; choose from {', '.join(PUBLISHED)}")
@@ -191,98 +189,27 @@ class LRA(Classification):
             yield self._examples(split, index)
 
 
-def load(
-    config: LRAConfig,
-    folder: str | os.PathLike[str] | None = None,
-    *,
-    on_damaged: str = "stop",
-    workers: int | None = None,
-    progress: DataProgress | None = None,
-) -> data.LRAData:
-    """The data of a run, generated if they must be."""
-    return data.load(
-        config.task,
-        folder,
-        on_damaged=on_damaged,
-        train_size=config.train_size,
-        workers=workers,
-        progress=progress,
-    )
+def reads(config: LRAConfig) -> dict[str, Any]:
+    """Name the data of a configuration, as arguments of :func:`load`."""
+    return {"task": config.task, "train_size": config.train_size}
 
 
-def run(
-    config: LRAConfig,
-    arrays: data.LRAData,
-    *,
-    folder: Path | None = None,
-    results: Path | None = None,
-    progress: Progress | None = None,
-    tensorboard: bool = True,
-) -> Row:
-    """Train, test once with the weights that were best on "valid"; the row is also appended, once.
+def load(source: str | os.PathLike[str] | None = None, *, task: str, **how: Any) -> data.LRAData:
+    """Read the data of a task, generated if they must be.
 
     Args:
-        arrays: From :func:`load`.
-        folder: Of the run, see :func:`lln.study.train.loop.train`; None keeps nothing.
-        results: File that the row is appended to, by the first process.
+        source: A folder; None looks at ``LLN_DATA``.
+        how: ``train_size``, ``on_damaged``, ``workers``, ``progress`` of
+            :func:`lln.study.data.arena.datasets.load`.
     """
-    started = time.perf_counter()
-    task = LRA(config, arrays)
-    with runfolder.held(folder):
-        summary = train(task, config.train, folder, progress=progress, tensorboard=tensorboard)
-        if results is not None and summary.was_finished:
-            key = config.train.digest(task.settings), config.train.seed
-            if (row := runlog.find_row(results, *key)) is not None:
-                return row
-        metrics = task.row(summary, folder)
-        spent = time.perf_counter() - started
-        row = runlog.result_row(
-            task.name, config.train, task.settings, metrics, seconds=spent, device=summary.device
-        )
-        if results is not None and runfolder.is_first_process():
-            runlog.append_row(results, row, once=summary.was_finished)
-        return row
+    return data.load(task, source, **how)
 
 
-def digest(config: LRAConfig, arrays: data.LRAData, *, timed: bool = False) -> str:
-    """Names a run but for its seed, known before it has run."""
-    task = _Timed(config, arrays) if timed else LRA(config, arrays)
-    return config.train.digest(task.settings)
+def key(config: LRAConfig, arrays: data.LRAData) -> Key:
+    """Name the row of a run before it has run: digest and seed."""
+    return experiment.key(LRA(config, arrays), config.train)
 
 
-class _Timed(LRA):
-    """The same updates without evaluation."""
-
-    name = "lra_step"
-
-    def __init__(self, config: LRAConfig, arrays: data.LRAData) -> None:
-        super().__init__(config, arrays)
-        launched = {"compile": config.train.compile, "graph": config.train.graph}
-        self.settings = {**self.settings, "timed": launched}  # for a time, how decides what
-
-    def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
-        return {}
-
-
-def as_timed(config: LRAConfig) -> LRAConfig:
-    """The same updates and nothing else."""
-    nothing = {"eval_every": 0, "save_every": 0, "keep": 0, "monitor_every": 0}
-    quick = dataclasses.replace(config.train, **nothing, log_every=config.train.steps)
-    return dataclasses.replace(config, train=quick)
-
-
-def throughput(config: LRAConfig, arrays: data.LRAData) -> Row:
-    """Time of an update and peak memory, for Table 4; the row says so if memory ran out."""
-    started = time.perf_counter()
-    config = as_timed(config)
-    task = _Timed(config, arrays)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        metrics: dict[str, Any] = {**train(task, config.train, None).row(), "out_of_memory": False}
-    except torch.OutOfMemoryError:
-        metrics = {"step_ms": None, "peak_mb": None, "out_of_memory": True}
-    metrics |= {"task": config.task, "data_mb": task.data_mb}
-    spent = time.perf_counter() - started
-    return runlog.result_row(
-        task.name, config.train, task.settings, metrics, seconds=spent, device=device
-    )
+def run(config: LRAConfig, arrays: data.LRAData, **where: Any) -> Row:
+    """Train and test the best weights; see :func:`lln.study.tasks.experiment.run`."""
+    return experiment.run(LRA(config, arrays), config.train, **where)

@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from lln.study.tasks.models import gated, softmax
+from lln.study.tasks.models import softmax, whole_layer
 from lln.study.train import checkpoint, runfolder
+from lln.study.train.config import TrainConfig
+from lln.study.train.loop import identity
 from lln.study.train.seeds import seeded
+from lln.study.train.task import Task
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pretrained:
     """Where a body comes from: a run of ``lln train mlm``, or a Hugging Face folder."""
 
@@ -41,6 +44,11 @@ class Pretrained:
             return Pretrained(folder, **runfolder.read(source))
         weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
         return Pretrained(folder, f"{source.name}-{weights[:12]}", {})
+
+    @staticmethod
+    def planned(task: Task, config: TrainConfig, folder: Path) -> Pretrained:
+        """What the folder of a pre-training will hold, before it has run."""
+        return Pretrained(folder, identity(task, config), {**config.as_dict(), **task.settings})
 
     def check(self) -> None:
         """Compare a checkpoint with its manifest; a folder of another library has none."""
@@ -98,7 +106,7 @@ class Pretrained:
         from lln import hf
 
         if "lln_gated" in self._config():
-            return _load_gated
+            return _load_whole_layers
         if self._config().get("lln"):
             load = partial(hf.load, auto_class=AutoModelForSequenceClassification)
         else:
@@ -120,15 +128,15 @@ class Pretrained:
         return json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
 
 
-def _load_gated(folder: Path, **changes: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """A RoBERTa whose layers :func:`lln.study.tasks.models.gated.replace_layers` has exchanged."""
+def _load_whole_layers(folder: Path, **changes: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """Load a RoBERTa whose layers :func:`whole_layer.replace_layers` has exchanged."""
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **changes)
     choice = config.lln_gated
     model = AutoModelForSequenceClassification.from_config(config)
-    gated.replace_layers(model, choice["attention"], **choice["options"])
+    whole_layer.replace_layers(model, choice["attention"], **choice["options"])
     missing, left = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
     return model, {"missing_keys": missing, "unexpected_keys": left}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import time
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,18 +16,17 @@ from lln.records.rows import Row
 from lln.study.data import images
 from lln.study.data.augment import Augmentation, augment, plain
 from lln.study.data.order import shuffled
-from lln.study.tasks.changes import changed
+from lln.study.tasks import experiment
 from lln.study.tasks.classify import Classification
+from lln.study.tasks.experiment import Key
 from lln.study.tasks.models import softmax
-from lln.study.train import runfolder, runlog
+from lln.study.tasks.recipe import changed
 from lln.study.train.config import TrainConfig
-from lln.study.train.loop import train
-from lln.study.train.progress import Progress
 from lln.study.train.seeds import seeded
 
 EVALUATION_ROWS = 500
 # For a few hundred tokens, where the defaults of the zoo are made for longer inputs; the rank is
-# that of the authors' example. --option is_replaced them all.
+# that of the authors' example. --option replaces them all.
 OPTIONS: dict[str, dict[str, Any]] = {
     "linformer": {"rank": 64},
     "nystromformer": {"landmarks": 32},
@@ -141,15 +140,15 @@ RECIPES: dict[str, Callable[[], ViTRun]] = {
 }
 
 
-def recipe(name: str, **changes: Any) -> ViTRun:
+def configure(recipe: str = "paper", **changes: Any) -> ViTRun:
     """A recipe, some of its fields and those of its TrainConfig changed by name.
 
     Example:
-        >>> recipe("paper", attention="linformer", options={"rank": 64}, seed=1)
+        >>> configure("paper", attention="linformer", options={"rank": 64}, seed=1)
     """
-    if name not in RECIPES:
-        raise ValueError(f"recipe={name!r} is unknown; choose from {', '.join(RECIPES)}")
-    start = RECIPES[name]()
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe={recipe!r} is unknown; choose from {', '.join(RECIPES)}")
+    start = RECIPES[recipe]()
     own = OPTIONS.get(changes.get("attention", start.train.attention), {})
     changes = {**changes, "options": changes.get("options") or own}
     return changed(start, fixed=("recipe",), **changes)
@@ -246,40 +245,21 @@ def build_model(config: ViTRun, pictures: images.Images) -> Any:
     return model
 
 
-def run(
-    config: ViTRun,
-    pictures: images.Images,
-    *,
-    folder: Path | None = None,
-    results: Path | None = None,
-    progress: Progress | None = None,
-    tensorboard: bool = True,
-) -> Row:
-    """Train, test once with the weights that were best on "valid"; the row is also appended, once.
-
-    Args:
-        pictures: From :func:`lln.study.data.images.load`.
-        folder: Of the run, see :func:`lln.study.train.loop.train`; None keeps nothing.
-        results: File that the row is appended to, by the first process.
-    """
-    started = time.perf_counter()
-    task = Vision(config, pictures)
-    with runfolder.held(folder):
-        summary = train(task, config.train, folder, progress=progress, tensorboard=tensorboard)
-        if results is not None and summary.was_finished:
-            key = config.train.digest(task.settings), config.train.seed
-            if (row := runlog.find_row(results, *key)) is not None:
-                return row
-        metrics = task.row(summary, folder)
-        spent = time.perf_counter() - started
-        row = runlog.result_row(
-            task.name, config.train, task.settings, metrics, seconds=spent, device=summary.device
-        )
-        if results is not None and runfolder.is_first_process():
-            runlog.append_row(results, row, once=summary.was_finished)
-        return row
+def reads(config: ViTRun) -> dict[str, Any]:
+    """Name the data of a configuration, as arguments of :func:`load`."""
+    return {"side": config.side}
 
 
-def digest(config: ViTRun, pictures: images.Images) -> str:
-    """Names a run but for its seed, known before it has run."""
-    return config.train.digest(Vision(config, pictures).settings)
+def load(source: str | os.PathLike[str] | None = None, **how: Any) -> images.Images:
+    """Read images; ``how`` are the arguments of :func:`lln.study.data.images.load`."""
+    return images.load(source, **how)
+
+
+def key(config: ViTRun, pictures: images.Images) -> Key:
+    """Name the row of a run before it has run: digest and seed."""
+    return experiment.key(Vision(config, pictures), config.train)
+
+
+def run(config: ViTRun, pictures: images.Images, **where: Any) -> Row:
+    """Train and test the best weights; see :func:`lln.study.tasks.experiment.run`."""
+    return experiment.run(Vision(config, pictures), config.train, **where)

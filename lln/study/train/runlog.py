@@ -12,12 +12,13 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lln.records import files, machine
 from lln.records.rows import Row, RowFile, number, read_rows
 from lln.study.train.config import TrainConfig
 
+T = TypeVar("T")
 CURVE, MONITOR = "curve.jsonl", "monitor.jsonl"
 
 
@@ -163,12 +164,8 @@ def find_row(path: str | os.PathLike[str], digest: str, seed: int) -> Row | None
     return next((row for row in reversed(rows) if key_of(row) == (digest, seed)), None)
 
 
-def thinned(rows: Sequence[Row], steps: int = 200) -> list[Row]:
-    """Rows of about so many steps, evenly spread; evaluations are all kept.
-
-    What results/ keeps of a long curve.
-    """
-    known = sorted({row["step"] for row in rows if row.get("kind") != "eval"})
-    stride = -(-len(known) // steps) or 1
-    kept = {*known[::-1][::stride]}  # the last one is among them
-    return [row for row in rows if row.get("kind") == "eval" or row["step"] in kept]
+def thinned(values: Sequence[T], points: int = 200) -> list[T]:
+    """Keep at most so many of the values, evenly spread, with the first and the last."""
+    if len(values) <= points:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (points - 1))] for i in range(points)]

@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 import lln
 from lln.cli.app import app
 from lln.records.rows import read_rows
-from lln.study.sweep import jobs
-from lln.study.sweep.jobs import Place
-from lln.study.sweep.jobs import glue as glue_job
+from lln.study.sweep import job as jobs
+from lln.study.sweep.job import Place
 from lln.study.sweep.plan import (
     CHOSEN_BY,
     OF_THE_SWEEP,
@@ -27,11 +26,11 @@ from lln.study.sweep.plan import (
     read,
 )
 from lln.study.sweep.run import Sweep
-from lln.study.tasks import glue, mlm
+from lln.study.tasks import glue
 from lln.study.tasks.models import softmax
 from lln.study.train import runfolder
 from lln.study.train.runlog import append_row
-from tests.study.tasks.small_glue import pretrain, write_glue, write_text
+from tests.study.tasks.small_glue import fine_tune, pretrain, write_glue, write_text
 
 ROOT = Path(__file__).resolve().parents[3]
 REPEAT = {"best_of": "learning_rate", "seed": [1]}
@@ -109,14 +108,11 @@ def test_the_sweeps_of_the_project_are_complete(path):
     assert runs
     for spec in [*runs, *(other for run in runs for other in expand(run.get("then", [])))]:
         own = {name: value for name, value in spec.items() if name not in OF_THE_SWEEP}
-        if spec["run"] == "glue":
-            assert glue_job._configs(own)
-        elif spec["run"] in ("mlm", "step"):
-            config = mlm.configure(**{name: own[name] for name in own if name != "lengths"})
+        _, configs = jobs.runs(spec["run"], own)
+        assert configs
+        for config in configs if spec["run"] != "glue" else ():
             name, options = config.train.attention, config.train.options
             assert name in softmax.NAMES or set(options) <= set(lln.describe(name).defaults)
-        else:
-            assert spec["run"] in jobs.KINDS
 
 
 def test_runs_that_have_their_row_are_skipped(tmp_path):
@@ -316,7 +312,7 @@ def test_keys_are_known_before_a_run_and_rows_have_them(tmp_path, data):
     assert not any(each.has_rows() for each in planned)
     for each in planned:
         told = json.loads(each.command(shared=each.kind == "glue")[-1])
-        jobs.find(told["kind"]).run(told["spec"], Place.from_json(told["place"]))
+        jobs.run(told["kind"], told["spec"], Place.from_json(told["place"]))
         assert each.has_rows(), each.label
     rows = read_rows(tmp_path / "out" / "glue.jsonl")
     assert all(row["shared"] for row in rows)
@@ -337,15 +333,16 @@ def test_a_training_step_is_timed_per_length(tmp_path, data):
     spec = {name: value for name, value in small.items() if name not in left_out}
     spec |= {"attention": "lln", "steps": 3, "batch_size": 1, "lengths": [16, 32]}
     place = Place(data, tmp_path / "out", tmp_path / "scratch")
-    kind = jobs.find("step")
-    kind.run(spec, place)
+    jobs.run("step", spec, place)
     rows = read_rows(tmp_path / "out" / "step.jsonl")
-    assert [(row["digest"], row["seed"]) for row in rows] == kind.keys(spec, place)
+    assert [(row["digest"], row["seed"]) for row in rows] == jobs.keys("step", spec, place)
     assert [row["configuration"]["length"] for row in rows] == [16, 32]
     assert all(row["step_ms"] > 0 and not row["out_of_memory"] for row in rows)
-    kind.run(spec, place)
+    jobs.run("step", spec, place)
     assert len(read_rows(tmp_path / "out" / "step.jsonl")) == 2
-    assert set(kind.keys({**spec, "graph": False}, place)).isdisjoint(kind.keys(spec, place))
+    assert set(jobs.keys("step", {**spec, "graph": False}, place)).isdisjoint(
+        jobs.keys("step", spec, place)
+    )
 
 
 def test_mistakes_in_a_file_are_said(tmp_path, data):
@@ -416,8 +413,8 @@ def test_the_commands_run_what_they_are_asked(tmp_path, data):
 def test_every_mechanism_of_table_1_is_pretrained_and_fine_tuned(tmp_path, data, spec):
     options = {"length": 128, "steps": 2}
     run_folder = pretrain(tmp_path, spec["attention"], sizes=options, **spec.get("options", {}))
-    config = glue.recipe("sst2", epochs=1, batch_size=8, max_length=32, rates=[1e-3])
-    row = glue.run(config, run_folder, data_folder=data)
+    config = glue.configure("sst2", epochs=1, batch_size=8, max_length=32, rates=[1e-3])
+    row = fine_tune(config, run_folder, data)
     assert row["mechanism"] == spec["attention"] and 0 <= row["accuracy"] <= 1
 
 

@@ -7,7 +7,8 @@ import lzma
 import random
 from pathlib import Path
 
-from lln.study.tasks import mlm
+from lln.records.rows import Row
+from lln.study.tasks import glue, mlm
 
 GOOD = ("good", "fine", "lovely", "great")
 BAD = ("bad", "poor", "awful", "dull")
@@ -58,6 +59,11 @@ def write_text(folder: Path) -> Path:
     return folder
 
 
+def fine_tune(config: glue.GlueConfig, body: Path, data: Path, **where) -> Row:
+    """Run a fine-tuning of a body on data in the format of GLUE."""
+    return glue.run(config, glue.load(data, body=body, **glue.reads(config)), **where)
+
+
 TINY = {
     "layers": 1,
     "width": 32,
@@ -77,5 +83,6 @@ def pretrain(folder: Path, attention: str, *, sizes: dict | None = None, **optio
     changes = {**TINY, **(sizes or {}), "attention": attention, "options": options}
     config = mlm.configure("roberta-tiny", **changes)
     text = write_text(folder / "text")
-    mlm.run(config, data=text, folder=folder / attention, tensorboard=False)
+    encoded = mlm.load(text, **mlm.reads(config))
+    mlm.run(config, encoded, folder=folder / attention, tensorboard=False)
     return folder / attention

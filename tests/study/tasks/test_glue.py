@@ -16,13 +16,12 @@ from typer.testing import CliRunner
 
 from lln.cli.app import app
 from lln.records.rows import read_rows
-from lln.study.data.glue import find
-from lln.study.sweep.jobs import Place
-from lln.study.sweep.jobs import glue as glue_job
+from lln.study.sweep import job
+from lln.study.sweep.job import Place
 from lln.study.tasks import glue, metrics
 from lln.study.tasks.pretrained import Pretrained
 from tests.helpers import never_waiting
-from tests.study.tasks.small_glue import pretrain, write_glue
+from tests.study.tasks.small_glue import fine_tune, pretrain, write_glue
 
 QUICK = {"epochs": 4, "batch_size": 8, "max_length": 32, "rates": (3e-3,)}
 QUICK |= {"dropout": 0.0}
@@ -46,9 +45,9 @@ def places(tmp_path_factory):
 def test_a_row_says_what_was_chosen_and_from_what(places, tmp_path):
     data, runs = places
     results = tmp_path / "glue.jsonl"
-    config = glue.recipe("sst2", **{**QUICK, "rates": (1e-6, 3e-3)})
-    options = {"data_folder": data, "folder": tmp_path / "run", "tensorboard": False}
-    row = glue.run(config, runs["lln_diag"], results=results, **options)
+    config = glue.configure("sst2", **{**QUICK, "rates": (1e-6, 3e-3)})
+    options = {"folder": tmp_path / "run", "tensorboard": False}
+    row = fine_tune(config, runs["lln_diag"], data, results=results, **options)
     assert read_rows(results) == [json.loads(json.dumps(row))]
     assert (row["subject"], row["mechanism"], row["seed"]) == ("glue", "lln_diag", 0)
     assert row["learning_rate"] == 3e-3 and row["valid_by_rate"]["0.003"] == row["valid"]
@@ -60,9 +59,10 @@ def test_a_row_says_what_was_chosen_and_from_what(places, tmp_path):
     assert used["pretrained"]["recipe"] == "roberta-tiny" and "held out" in used["protocol"]
     pretrained = Pretrained.find(runs["lln_diag"])
     assert used["pretraining"] == pretrained.identity
-    assert row["digest"] == glue.digest(config, pretrained, used["data"])
+    examples = glue.load(data, body=pretrained, **glue.reads(config))
+    assert (row["digest"], row["seed"]) == glue.key(config, examples)
     assert (tmp_path / "run" / "rate-0.003" / "curve.jsonl").exists()
-    again = glue.run(config, runs["lln_diag"], results=results, **options)
+    again = fine_tune(config, runs["lln_diag"], data, results=results, **options)
     assert again == read_rows(results)[0] and len(read_rows(results)) == 1  # not run again
 
 
@@ -132,7 +132,7 @@ def test_a_checkpoint_that_was_changed_is_not_fine_tuned(places, tmp_path, insid
     (best / "optimizer.safetensors").unlink()  # which is not needed
     source = tmp_path / "run" if inside else best
     with pytest.raises(ValueError, match=r"cannot be fine-tuned: model.safetensors was changed"):
-        glue.run(glue.recipe("sst2", **QUICK), source, data_folder=data)
+        fine_tune(glue.configure("sst2", **QUICK), source, data)
 
 
 @pytest.mark.parametrize("attention", ["lln_diag", "flash"])
@@ -145,7 +145,7 @@ def test_weights_of_a_run_that_diverged_are_refused(places, tmp_path, attention)
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
     results = tmp_path / "glue.jsonl"
     with pytest.raises(ValueError, match=rf"not finite, \S*{re.escape(name)} to begin"):
-        glue.run(glue.recipe("sst2", **QUICK), broken, data_folder=data, results=results)
+        fine_tune(glue.configure("sst2", **QUICK), broken, data, results=results)
     assert not results.exists()
 
 
@@ -159,7 +159,7 @@ def test_the_weights_of_the_best_evaluation_are_reported(places, monkeypatch):
         return value
 
     monkeypatch.setattr(glue.metrics, "compute", compute)
-    row = glue.run(glue.recipe("sst2", **QUICK), runs["softmax"], data_folder=data)
+    row = fine_tune(glue.configure("sst2", **QUICK), runs["softmax"], data)
     assert row["valid"] == max(score for count, score in scores if count == 20)
     assert [count for count, _ in scores].count(60) == 1  # dev is looked at once
     assert scores[-1] == (60, row["accuracy"])
@@ -169,10 +169,10 @@ def test_the_same_seed_gives_the_same_numbers_and_another_does_not(places):
     """Also in a model without attention layers, where units replace attention and FFN."""
     data, runs = places
     rows = [
-        glue.run(
-            glue.recipe("stsb", **{**QUICK, "epochs": 1}, seed=seed),
+        fine_tune(
+            glue.configure("stsb", **{**QUICK, "epochs": 1}, seed=seed),
             runs["flash"],
-            data_folder=data,
+            data,
         )
         for seed in (0, 0, 1)
     ]
@@ -190,13 +190,13 @@ def test_seeds_of_a_process_share_the_encoded_examples_and_compute_the_same(
     monkeypatch.setattr(glue, "encode", lambda *a, **b: calls.append(a) or original(*a, **b))
     spec = {**QUICK, "task": ["sst2", "stsb"], "seed": [0, 1], "epochs": 1, "rates": [1e-3, 3e-3]}
     place = Place(data, tmp_path, tmp_path / "scratch", runs["softmax"])
-    glue_job.run(spec, place)
+    job.run("glue", spec, place)
     assert len(calls) == 2 * 3  # the splits of two tasks
     assert gc.get_freeze_count() == 0
     rows = read_rows(tmp_path / "glue.jsonl")
-    assert [(row["digest"], row["seed"]) for row in rows] == glue_job.keys(spec, place)
+    assert [(row["digest"], row["seed"]) for row in rows] == job.keys("glue", spec, place)
     alone = {**QUICK, "epochs": 1, "rates": [1e-3, 3e-3], "seed": 1}
-    row = glue.run(glue.recipe("sst2", **alone), runs["softmax"], data_folder=data)
+    row = fine_tune(glue.configure("sst2", **alone), runs["softmax"], data)
     assert (row["loss"], row["valid"]) == (rows[1]["loss"], rows[1]["valid"])
 
 
@@ -245,7 +245,7 @@ def test_a_hugging_face_folder_is_a_source_too(places):
 def test_bad_settings_are_refused(places, changes, words):
     data, runs = places
     with pytest.raises(ValueError, match=words):
-        glue.run(glue.recipe("sst2", **{**QUICK, **changes}), runs["softmax"], data_folder=data)
+        fine_tune(glue.configure("sst2", **{**QUICK, **changes}), runs["softmax"], data)
 
 
 def test_a_run_with_a_damaged_run_file_is_named(places, tmp_path):
@@ -282,7 +282,7 @@ def test_recorded_updates_compute_the_same(places, name):
     """Padded batches of several lengths, replayed from CUDA graphs; no warning that it fails."""
     data, runs = places
     rows = [
-        glue.run(glue.recipe("sst2", **QUICK, graph=graph), runs[name], data_folder=data)
+        fine_tune(glue.configure("sst2", **QUICK, graph=graph), runs[name], data)
         for graph in (True, False)
     ]
     assert rows[0]["digest"] == rows[1]["digest"]
@@ -292,8 +292,9 @@ def test_recorded_updates_compute_the_same(places, name):
 @pytest.mark.gpu
 def test_batches_do_not_wait_for_the_gpu(places):
     data, runs = places
-    config, body = glue.recipe("sst2", **QUICK), Pretrained.find(runs["softmax"])
-    task = glue.Finetuning(config, body, glue.encoded(config, body, find("sst2", data)), {})
+    config = glue.configure("sst2", **QUICK)
+    examples = glue.load(data, body=runs["softmax"], **glue.reads(config))
+    task = glue.Finetuning(config, examples.pretrained, examples.splits, {})
     task.prepare(torch.device("cuda"))
     task.batch(0, slice(0, 8))  # an epoch is put onto the device at once
     with never_waiting():

@@ -15,11 +15,9 @@ from typer.testing import CliRunner
 import lln
 from lln.cli.app import app
 from lln.records.rows import read_rows
-from lln.study.sweep import plan
-from lln.study.sweep.jobs import Place, find
-from lln.study.sweep.jobs import lra as job
-from lln.study.sweep.jobs import vit as vit_job
-from lln.study.tasks import lra
+from lln.study.sweep import job, plan
+from lln.study.sweep.job import Place
+from lln.study.tasks import lra, lra_step
 from lln.study.tasks.models.lra import Classifier, LRASizes
 from tests.study.tasks.classes import sequences
 
@@ -36,20 +34,20 @@ SMALL = {
 
 
 def small(attention: str = "softmax", **changes) -> lra.LRAConfig:
-    return lra.recipe("text", **{"attention": attention, **SMALL, **changes})
+    return lra.configure("text", **{"attention": attention, **SMALL, **changes})
 
 
 def test_recipes_are_those_of_the_code_base():
-    config = lra.recipe("pathfinder", attention="performer")
+    config = lra.configure("pathfinder", attention="performer")
     assert (config.layers, config.width, config.heads, config.feed_forward) == (2, 64, 2, 128)
     assert config.train.batch_size == 128 and config.train.learning_rate == 2e-4
     assert config.train.options == {"num_features": 128}
-    own = lra.recipe("image", attention="performer", options={"num_features": 32})
+    own = lra.configure("image", attention="performer", options={"num_features": 32})
     assert own.train.options == {"num_features": 32}
     with pytest.raises(ValueError, match="choose from listops"):
-        lra.recipe("images")
+        lra.configure("images")
     with pytest.raises(ValueError, match="depth is no field of a run"):
-        lra.recipe("image", depth=3)
+        lra.configure("image", depth=3)
 
 
 @pytest.mark.parametrize("attention", ["softmax", "lln_diag", "flash", "transnormer_t1"])
@@ -120,7 +118,7 @@ def test_a_run_writes_its_row(tmp_path):
     assert row["curves"]["valid"]["step"] == [0, 2, 4, 6]
     scales = row["curves"]["scales"]
     assert scales["step"] == [0, 3] and np.shape(scales["alpha"]) == (2, 2)
-    assert row["digest"] == lra.digest(config, sequences())
+    assert row["digest"] == lra.key(config, sequences())[0]
     lra.run(config, sequences(), folder=tmp_path / "run", results=tmp_path / "rows.jsonl")
     assert len(read_rows(tmp_path / "rows.jsonl")) == 1  # finished, it adds no other
 
@@ -194,10 +192,11 @@ def test_other_weights_than_the_best_are_not_tested(tmp_path, monkeypatch, harm,
 
 
 def test_throughput_times_updates_only(tmp_path):
-    row = lra.throughput(small("lln", steps=3), sequences())
+    config = lra_step.configure("text", attention="lln", **{**SMALL, "steps": 3})
+    row = lra_step.run(config, sequences())
     assert row["subject"] == "lra_step" and row["step_ms"] > 0 and not row["out_of_memory"]
     assert "accuracy" not in row
-    assert row["digest"] == lra.digest(lra.as_timed(small("lln", steps=3)), sequences(), timed=True)
+    assert row["digest"] == lra_step.key(config, sequences())[0]
 
 
 def write_reviews(folder, monkeypatch) -> None:
@@ -246,11 +245,11 @@ def test_job_of_a_sweep(tmp_path, monkeypatch):
     spec |= {"eval_every": 0, "save_every": 0}
     timed = {**spec, "throughput": True, "attentions": ["elu", "lln"]}
     for each in (spec, timed):
-        find("lra").run(each, place)
+        job.run("lra", each, place)
     rows = read_rows(tmp_path / "results" / "lra.jsonl")
     assert [row["subject"] for row in rows] == ["lra", "lra_step", "lra_step"]
     assert [row["mechanism"] for row in rows] == ["elu", "elu", "lln"]
-    wanted = [*find("lra").keys(spec, place), *find("lra").keys(timed, place)]
+    wanted = [*job.keys("lra", spec, place), *job.keys("lra", timed, place)]
     assert [(row["digest"], row["seed"]) for row in rows] == wanted
 
 
@@ -259,12 +258,9 @@ def test_sweeps_of_the_project_can_be_read(path):
     """Tasks, recipes, fields and options of mechanisms exist."""
     for spec in plan.expand(plan.read(path)):
         own = {name: value for name, value in spec.items() if name not in plan.OF_THE_SWEEP}
-        if spec["run"] == "lra":
-            found = job.configs(own)
-        elif spec["run"] == "vit":
-            found = [vit_job._config(own)]
-        else:
+        if spec["run"] not in ("lra", "vit"):
             continue
-        for config in found:
+        _, configs = job.runs(spec["run"], own)
+        for config in configs:
             name, options = config.train.attention, config.train.options
             assert name in lra.SOFTMAX or set(options) <= set(lln.describe(name).defaults)

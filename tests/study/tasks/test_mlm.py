@@ -13,7 +13,8 @@ from lln.nn import RECOMMENDED
 from lln.records.rows import read_rows
 from lln.study.data import bundled as data
 from lln.study.data import text, tokens
-from lln.study.tasks import mlm
+from lln.study.tasks import experiment, mlm, step
+from lln.study.train.loop import train
 from tests.study.train.processes import (
     curve,
     finish,
@@ -50,6 +51,10 @@ def tiny(**changes) -> mlm.MLMConfig:
     return mlm.configure("roberta-tiny", **{**TINY, **RUN, **changes})
 
 
+def run(place, config, **where):
+    return mlm.run(config, mlm.load(place, **mlm.reads(config)), **where)
+
+
 def task(place, **changes) -> mlm.MLM:
     config = tiny(**changes)
     made = mlm.MLM(config, tokens.encode(text.find(place), config.vocabulary))
@@ -79,10 +84,10 @@ def test_weights_are_shared_by_all_attentions(place):
 
 
 def test_parameter_counts_are_stated(place):
-    done = mlm.run(tiny(steps=1, attention="linformer"), data=place)
-    assert done.row["parameters"] > done.row["parameters_softmax"] > 0
-    done = mlm.run(tiny(steps=1, attention="lln_diag"), data=place)
-    assert done.row["parameters"] == done.row["parameters_softmax"]
+    row = run(place, tiny(steps=1, attention="linformer"))
+    assert row["parameters"] > row["parameters_softmax"] > 0
+    row = run(place, tiny(steps=1, attention="lln_diag"))
+    assert row["parameters"] == row["parameters_softmax"]
 
 
 @pytest.mark.parametrize("attention", ["softmax", "lln_diag", "linformer"])
@@ -91,7 +96,8 @@ def test_a_checkpoint_is_a_model_folder(place, tmp_path, attention):
 
     import lln.hf
 
-    done = mlm.run(tiny(attention=attention), data=place, folder=tmp_path, tensorboard=False)
+    made = task(place, attention=attention)
+    summary = train(made, made.config.train, tmp_path, tensorboard=False)
     best = tmp_path / "best"
     if attention == "softmax":
         loaded = AutoModelForMaskedLM.from_pretrained(best)
@@ -100,10 +106,10 @@ def test_a_checkpoint_is_a_model_folder(place, tmp_path, attention):
     tokenizer = AutoTokenizer.from_pretrained(best)
     ids = tokenizer(["First Citizen:", "We are"], padding=True, return_tensors="pt")
     assert ids["input_ids"][0, 0] == tokens.START and tokenizer.mask_token_id == tokens.MASK
-    assert done.summary.best[1] == 6  # so that the best weights are the last
+    assert summary.best[1] == 6  # so that the best weights are the last
     with torch.no_grad():
         got = loaded.eval()(ids["input_ids"], ids["attention_mask"]).logits
-        expected = done.summary.model(ids["input_ids"], ids["attention_mask"]).logits
+        expected = summary.model(ids["input_ids"], ids["attention_mask"]).logits
     torch.testing.assert_close(got, expected)
 
 
@@ -111,9 +117,9 @@ def test_a_run_says_all_that_a_row_needs(place, tmp_path):
     results = tmp_path / "rows.jsonl"
     config = tiny(monitor_every=2, seed=3)
     for _ in range(2):  # the second finds it finished, and adds no row
-        done = mlm.run(config, data=place, folder=tmp_path / "run", results=results)
+        again = run(place, config, folder=tmp_path / "run", results=results)
     rows = read_rows(results)
-    assert len(rows) == 1 and rows[0]["digest"] == done.row["digest"]
+    assert len(rows) == 1 and rows[0] == again
     row = rows[0]
     assert row["subject"] == "mlm" and row["mechanism"] == "lln_diag" and row["seed"] == 3
     assert row["configuration"]["length"] == 32 and row["configuration"]["corpus"] == "small"
@@ -133,7 +139,7 @@ def test_a_run_says_all_that_a_row_needs(place, tmp_path):
 def test_the_monitor_changes_nothing(place, tmp_path):
     for name, every in (("plain", 0), ("watched", 1)):
         config = tiny(monitor_every=every, dropout=0.1)
-        mlm.run(config, data=place, folder=tmp_path / name, tensorboard=False)
+        run(place, config, folder=tmp_path / name, tensorboard=False)
     assert curve(tmp_path / "plain") == curve(tmp_path / "watched")
 
 
@@ -143,7 +149,7 @@ def test_the_monitor_changes_nothing(place, tmp_path):
 def test_the_manner_of_computing_does_not_matter(place, tmp_path, changes):
     for name, own in (("plain", {}), ("other", changes)):
         config = tiny(batches="padded", **own)
-        mlm.run(config, data=place, folder=tmp_path / name, tensorboard=False)
+        run(place, config, folder=tmp_path / name, tensorboard=False)
     for row, other in zip(curve(tmp_path / "plain"), curve(tmp_path / "other"), strict=True):
         assert other["loss"] == pytest.approx(row["loss"], rel=1e-4)
 
@@ -152,7 +158,7 @@ def test_the_manner_of_computing_does_not_matter(place, tmp_path, changes):
 def test_half_precision_stays_close(place, tmp_path, precision):
     for name in ("fp32", precision):
         config = tiny(precision=name)
-        mlm.run(config, data=place, folder=tmp_path / name, tensorboard=False)
+        run(place, config, folder=tmp_path / name, tensorboard=False)
     for row, other in zip(curve(tmp_path / "fp32"), curve(tmp_path / precision), strict=True):
         assert other["loss"] == pytest.approx(row["loss"], rel=5e-3)
         if row["kind"] == "train":
@@ -160,7 +166,7 @@ def test_half_precision_stays_close(place, tmp_path, precision):
 
 
 def test_throughput_is_a_row_of_its_own():
-    row = mlm.throughput(tiny(steps=3))
+    row = step.run(experiment.only_updates(tiny(steps=3)))
     assert row["subject"] == "step" and row["step_ms"] > 0 and not row["out_of_memory"]
     assert row["tokens_per_second"] == pytest.approx(4 * 32 / row["step_ms"] * 1e3)
 
@@ -169,8 +175,8 @@ def test_memory_that_runs_out_is_a_result(monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("no")
 
-    monkeypatch.setattr(mlm, "train", full)
-    row = mlm.throughput(tiny(steps=3))
+    monkeypatch.setattr(experiment, "train", full)
+    row = step.run(experiment.only_updates(tiny(steps=3)))
     assert row["out_of_memory"] and row["step_ms"] is None
 
 
@@ -185,7 +191,7 @@ def test_memory_that_runs_out_is_a_result(monkeypatch):
 )
 def test_wrong_settings_are_named(place, changes, said):
     with pytest.raises((ValueError, TypeError), match=said):
-        mlm.run(tiny(**changes), data=place)
+        run(place, tiny(**changes))
 
 
 @pytest.mark.parametrize(
@@ -306,7 +312,7 @@ def test_a_compiled_run_has_the_same_curve(place, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", traced)
     for name, compiled in (("plain", False), ("compiled", True)):
         config = tiny(compile=compiled, monitor_every=4)
-        mlm.run(config, data=place, folder=tmp_path / name, tensorboard=False)
+        run(place, config, folder=tmp_path / name, tensorboard=False)
     for row, other in zip(curve(tmp_path / "plain"), curve(tmp_path / "compiled"), strict=True):
         assert other["loss"] == pytest.approx(row["loss"], rel=1e-3)
     assert len(seen) == 1

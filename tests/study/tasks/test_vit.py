@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from lln.cli.app import app
 from lln.records.rows import read_rows
-from lln.study.sweep.jobs import Place, find
+from lln.study.sweep import job
+from lln.study.sweep.job import Place
 from lln.study.tasks import vit
 from tests.study.data.test_images import folder  # noqa: F401  a fixture
 from tests.study.tasks.classes import pictures
@@ -29,19 +30,19 @@ SMALL = {
 
 
 def small(attention: str = "softmax", **changes) -> vit.ViTRun:
-    return vit.recipe("paper", **{"attention": attention, **SMALL, **changes})
+    return vit.configure("paper", **{"attention": attention, **SMALL, **changes})
 
 
 def test_the_models_of_the_paper():
-    config = vit.recipe("paper")
+    config = vit.configure("paper")
     assert (config.layers, config.width, config.heads) == (12, 128, 8)
-    tiny = vit.recipe("deit-tiny", attention="softmax")
+    tiny = vit.configure("deit-tiny", attention="softmax")
     task = vit.Vision(tiny, pictures(side=16))
     model = task.build()
     assert task.tokens == 17 and tiny.train.precision == "fp16"
     assert model.config.hidden_size == 192 and model.config.num_attention_heads == 3
     with pytest.raises(ValueError, match="choose from paper"):
-        vit.recipe("large")
+        vit.configure("large")
     with pytest.raises(ValueError, match="patch=3 does not divide the side 8"):
         vit.Vision(small(patch=3), pictures())
     with pytest.raises(TypeError, match="rank= is not an option; 'softmax' takes"):
@@ -77,7 +78,7 @@ def test_a_run_learns_and_writes_its_row(tmp_path):
     )
     row = vit.run(config, pictures(), folder=tmp_path / "run", results=tmp_path / "rows.jsonl")
     assert row["accuracy"] == 1.0  # dark or light
-    assert read_rows(tmp_path / "rows.jsonl")[0]["digest"] == vit.digest(config, pictures())
+    assert read_rows(tmp_path / "rows.jsonl")[0]["digest"] == vit.key(config, pictures())[0]
     scales = row["curves"]["scales"]
     assert scales["step"] == [0, 10, 20] and scales["layers"] == [0, 1]
     assert all(value > 0 for layers in scales["alpha"] for value in layers)
@@ -140,9 +141,9 @@ def test_command_on_damaged_images(folder, tmp_path):  # noqa: F811
 def test_job_of_a_sweep(tmp_path):
     place = Place(None, tmp_path / "results", tmp_path / "run")
     spec = {"recipe": "digits", "attention": "softmax", "steps": 2, "batch_size": 4, "seed": 1}
-    find("vit").run(spec, place)
+    job.run("vit", spec, place)
     (row,) = read_rows(tmp_path / "results" / "vit.jsonl")
-    assert [(row["digest"], row["seed"])] == find("vit").keys(spec, place)
+    assert [(row["digest"], row["seed"])] == job.keys("vit", spec, place)
 
 
 def test_command_says_that_a_run_diverged(tmp_path):

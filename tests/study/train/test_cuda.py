@@ -35,7 +35,8 @@ def own_cache(place, monkeypatch):
 
 def run(place, folder, **changes) -> list[dict]:
     config = mlm.configure("roberta-tiny", **{**RUN, "graph": False, **changes})
-    mlm.run(config, data=place, folder=folder, tensorboard=False)
+    encoded = mlm.load(place, **mlm.reads(config))
+    mlm.run(config, encoded, folder=folder, tensorboard=False)
     return curve(folder)
 
 

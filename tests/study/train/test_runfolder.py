@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from lln.study.sweep.jobs import Place
-from lln.study.sweep.jobs import __main__ as one_job
+from lln.study.sweep import __main__ as one_job
+from lln.study.sweep.job import Place
 from lln.study.sweep.plan import Job
 from lln.study.train import runfolder
 from lln.study.train.loop import train
@@ -117,11 +117,10 @@ def test_a_job_of_a_sweep_holds_its_folder_to_the_end(tmp_path, monkeypatch):
     """Also while it adds its rows, so that the rerun of a sweep that was killed leaves it alone."""
     seen = []
 
-    class Kind:
-        def run(self, spec, place):
-            seen.append((spec, runfolder.holder(place.folder)))
+    def run(kind, spec, place):
+        seen.append((spec, runfolder.holder(place.folder)))
 
-    monkeypatch.setattr(one_job, "find", lambda kind: Kind())
+    monkeypatch.setattr(one_job, "run", run)
     place = Place(None, tmp_path / "out", tmp_path / "run")
     one_job.main(Job("mlm", {"seed": 3}, 1, [], place).command(shared=False)[-1])
     assert seen == [({"seed": 3}, f"process {os.getpid()} on {os.uname().nodename}")]

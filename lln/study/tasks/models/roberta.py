@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from lln.study.data import tokens
-from lln.study.tasks.models import gated, softmax
+from lln.study.tasks.mlm_recipes import MLMConfig
+from lln.study.tasks.models import softmax, whole_layer
 from lln.study.train.seeds import seeded
-
-if TYPE_CHECKING:
-    from lln.study.tasks.mlm import MLMConfig
 
 BLOCKS = {"lln_diag": "diag_block", "block_diag": "block"}
 
@@ -51,8 +49,8 @@ def build_model(config: MLMConfig, vocabulary: int) -> tuple[Any, int]:
         if config.positions == "sinusoid":
             start_from_sinusoids(model.roberta.embeddings.position_embeddings, config.deviation)
         count = sum(parameter.numel() for parameter in model.parameters())
-        if gated.is_gated(attention):
-            gated.replace_layers(model, attention, **config.train.options)
+        if whole_layer.replaces_layer(attention):
+            whole_layer.replace_layers(model, attention, **config.train.options)
         elif is_replaced:
             block = {BLOCKS[attention]: config.block} if attention in BLOCKS else {}
             lln.hf.replace(model, attention, quiet=True, **{**block, **config.train.options})

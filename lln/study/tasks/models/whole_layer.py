@@ -15,12 +15,12 @@ from lln import zoo
 UNITS = 2
 
 
-def is_gated(attention: str) -> bool:
-    """Whether a mechanism is one of these; False for names that are not in the zoo."""
+def replaces_layer(attention: str) -> bool:
+    """Whether a mechanism replaces the whole layer; False for names that are not in the zoo."""
     return attention in zoo.MECHANISMS and zoo.describe(attention).replaces_ffn
 
 
-class GatedLayer(nn.Module):
+class WholeLayer(nn.Module):
     """Called as a RobertaLayer; of its arguments the mask is read."""
 
     def __init__(self, config: Any, attention: str, index: int, options: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ def replace_layers(model: Any, attention: str, **options: Any) -> None:
     register()
     config, encoder = model.config, model.roberta.encoder
     for index in range(len(encoder.layer)):
-        layer = GatedLayer(config, attention, index, options)
+        layer = WholeLayer(config, attention, index, options)
         for module in layer.modules():
             if isinstance(module, (nn.Linear, nn.LayerNorm)):
                 model._init_weights(module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from lln.study.sweep.jobs import Place, find
+from lln.study.sweep.job import Place, run
 from lln.study.train.runfolder import held
 
 
@@ -14,7 +14,7 @@ def main(text: str) -> None:
     job = json.loads(text)
     place = Place.from_json(job["place"])
     with held(place.folder):  # a sweep that is killed leaves this process, its rerun starts another
-        find(job["kind"]).run(job["spec"], place)
+        run(job["kind"], job["spec"], place)
 
 
 if __name__ == "__main__":

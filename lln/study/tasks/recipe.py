@@ -1,18 +1,20 @@
-"""Recipes with some fields changed by name."""
+"""A recipe with some fields changed by name, looked up before any data are read."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from lln.study.tasks import mechanism
+from lln import zoo
+from lln.study.tasks.models import softmax
 from lln.study.train.config import TrainConfig
 
 Config = TypeVar("Config", bound=Any)
 
 
 def changed(start: Config, *, fixed: tuple[str, ...] = (), **changes: Any) -> Config:
-    """A copy of a recipe; fields of it and of the TrainConfig in its ``train`` go by one name.
+    """Copy a recipe; fields of it and of the TrainConfig in its ``train`` are changed by name.
 
     Args:
         start: A frozen dataclass with a field ``train``.
@@ -22,7 +24,7 @@ def changed(start: Config, *, fixed: tuple[str, ...] = (), **changes: Any) -> Co
         ValueError, TypeError: There is no such field, mechanism, or option of it.
 
     Example:
-        >>> changed(recipe("image"), attention="performer", steps=500, seed=1)
+        >>> changed(configure("image"), attention="performer", steps=500, seed=1)
     """
     inner = {item.name for item in dataclasses.fields(TrainConfig)}
     outer = {item.name for item in dataclasses.fields(start)} - {"train", *fixed}
@@ -39,5 +41,23 @@ def changed(start: Config, *, fixed: tuple[str, ...] = (), **changes: Any) -> Co
         asked["betas"] = tuple(asked["betas"])
     others = {name: value for name, value in changes.items() if name in outer}
     train = dataclasses.replace(start.train, **asked)
-    mechanism.check(train.attention, train.options)
+    _check_mechanism(train.attention, train.options)
     return dataclasses.replace(start, **others, train=train)
+
+
+def _check_mechanism(attention: str, options: Mapping[str, Any]) -> None:
+    """Refuse a name that is not in the zoo, and options that the mechanism does not have.
+
+    Values are looked at when the model is built.
+    """
+    names = [*dict.fromkeys((*softmax.NAMES, *zoo.list_mechanisms()))]
+    if attention not in names:
+        raise zoo.unknown_name("attention", attention, names)
+    if not isinstance(options, Mapping):
+        raise TypeError(f"options={options!r} is no set of names and values, such as diag_block=32")
+    known = zoo.describe("softmax" if attention in softmax.NAMES else attention).defaults
+    for option in options:
+        if option not in known:
+            raise TypeError(
+                f"{option}= is not an option; {attention!r} takes {', '.join(known) or 'none'}"
+            )

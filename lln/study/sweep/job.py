@@ -1,0 +1,160 @@
+"""One job of a sweep: what its fields ask for, which rows it will write, and running it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lln.records.rows import Row, read_rows
+from lln.study.tasks import experiment
+from lln.study.tasks.experiment import Key
+from lln.study.tasks.pretrained import Pretrained
+from lln.study.train.runlog import CURVE, MONITOR, append_row, has_row, thinned
+
+Spec = dict[str, Any]
+# Starting a process takes longer than some runs: of these fields a job may have lists, a row each.
+LISTS = {
+    "glue": {"task": "task", "seed": "seed"},
+    "step": {"lengths": "length"},
+    "lra_step": {"attentions": "attention"},
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a job reads and writes.
+
+    Attributes:
+        data: Folder of the data; None looks at ``LLN_DATA``.
+        out: Folder of the result rows, ``KIND.jsonl`` each.
+        folder: Of the run itself, for checkpoints and curves.
+        source: Of the pre-training that a fine-tuning starts from.
+        shared: Whether other runs may use the device at the same time; rows say so, and no table
+            shows their speed.
+    """
+
+    data: Path | None
+    out: Path
+    folder: Path
+    source: Path | None = None
+    shared: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: str(x) if isinstance(x, Path) else x for key, x in vars(self).items()}
+
+    @staticmethod
+    def from_json(fields: dict[str, Any]) -> Place:
+        known: dict[str, Any] = {k: Path(x) if isinstance(x, str) else x for k, x in fields.items()}
+        return Place(**known)
+
+    def results(self, kind: str) -> Path:
+        return self.out / f"{kind}.jsonl"
+
+    def add(self, name: str, row: Row) -> None:
+        """Append a row to a file unless it is there."""
+        append_row(self.results(name), {**row, "shared": self.shared}, once=True)
+
+
+def runs(kind: str, spec: Spec) -> tuple[str, list[Any]]:
+    """Give the kind of experiment that a job asks for, and its configurations, a row each."""
+    fields = {name: value for name, value in spec.items() if name not in ("from", "throughput")}
+    if kind == "lra" and spec.get("throughput"):
+        kind = "lra_step"
+    elif "attentions" in spec:
+        raise ValueError('"attentions" is for "throughput": true; put them into "grid"')
+    found = experiment.find(kind)
+    several = {
+        name: value if isinstance(value := fields.pop(plural), list) else [value]
+        for plural, name in LISTS.get(kind, {}).items()
+        if fields.get(plural)
+    }
+    points = itertools.product(*several.values())
+    each = [{**fields, **dict(zip(several, point, strict=True))} for point in points]
+    return kind, [found.configure(**own) for own in each]
+
+
+def keys(kind: str, spec: Spec, place: Place, pretrained: Pretrained | None = None) -> list[Key]:
+    """Name the rows that a job will write, known before it runs."""
+    kind, configs = runs(kind, spec)
+    found = experiment.find(kind)
+    return [found.key(config, data_of(kind, config, spec, place, pretrained)) for config in configs]
+
+
+def data_of(
+    kind: str, config: Any, spec: Spec, place: Place, pretrained: Pretrained | None = None
+) -> Any:
+    """Load the data of a configuration, once for all runs of a process that share them."""
+    reads, folder = experiment.find(kind).reads(config), place.data
+    if kind == "glue":
+        reads["body"] = pretrained or place.source or spec.get("from")
+        if reads["body"] is None:
+            raise ValueError(
+                'a run "glue" needs "from", the folder of a pre-trained model, unless it stands '
+                'in the "then" of a run "mlm"'
+            )
+    if kind == "vit":  # the digits are no files
+        source = folder or os.environ.get("LLN_DATA")
+        folder = Path(source) if source and config.recipe != "digits" else None
+    return _load(kind, folder, tuple(reads.items()))
+
+
+@lru_cache(maxsize=8)
+def _load(kind: str, folder: Path | None, reads: Sequence[tuple[str, Any]]) -> Any:
+    return experiment.find(kind).load(folder, **dict(reads))
+
+
+def run(kind: str, spec: Spec, place: Place) -> None:
+    """Run, or continue, what has no row yet, and append the rows."""
+    experiment_kind, configs = runs(kind, spec)
+    found = experiment.find(experiment_kind)
+    with _cheap_collections():
+        for config in configs:
+            data = data_of(experiment_kind, config, spec, place)
+            digest, seed = found.key(config, data)
+            # A pre-training that has its row runs again for what follows it.
+            if kind != "mlm" and has_row(place.results(kind), digest, seed):
+                continue
+            folder = place.folder / f"{digest}-seed{seed}" if len(configs) > 1 else place.folder
+            row = found.run(config, data, folder=folder, tensorboard=False)
+            place.add(kind, row)
+            if kind == "mlm":
+                _keep_curves(row, place)
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+
+def _keep_curves(row: Row, place: Place) -> None:
+    """Append the curves of a run, thinned, as one line each beside what names its row."""
+    names = ("subject", "mechanism", "digest", "seed", "shared", "configuration")
+    for name in (CURVE, MONITOR):
+        path = place.folder / name
+        rows = read_rows(path) if path.exists() else []
+        known = {*thinned(sorted({each["step"] for each in rows if each.get("kind") != "eval"}))}
+        kept = [each for each in rows if each.get("kind") == "eval" or each["step"] in known]
+        if kept:
+            place.add(path.stem + "s", {**{key: row[key] for key in names}, "rows": kept})
+
+
+@contextlib.contextmanager
+def _cheap_collections() -> Iterator[None]:
+    """Keep half a million objects that imports have made out of garbage collections.
+
+    Recording a CUDA graph collects garbage, and every learning rate of a fine-tuning records one
+    for each length.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
