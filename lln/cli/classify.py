@@ -67,7 +67,7 @@ def vit(
     """
     with plain_errors("lln train vit"):
         from lln.study.tasks import vit as tasks
-        from lln.study.train.progress import Bar
+        from lln.study.train.progress import shown
 
         name = recipe or ("digits" if data is None else "paper")
         changes = given(
@@ -88,7 +88,7 @@ def vit(
         pictures = tasks.load(data, **tasks.reads(config), on_damaged=on_damaged)
         folder = out or Path("runs") / f"vit-{name}-{attention}-seed{config.train.seed}"
         results = results or folder / "results.jsonl"
-        bar = Bar(f"{name} {attention}")
+        bar = shown(f"{name} {attention}")
         row = tasks.run(config, pictures, folder=folder, results=results, progress=bar)
         _print_end(row, folder, results)
         exit_if_diverged(row)
@@ -130,7 +130,7 @@ def lra(
     """
     with plain_errors("lln train lra"):
         from lln.study.tasks import lra as tasks
-        from lln.study.train.progress import Bar
+        from lln.study.train.progress import shown
 
         changes = given(
             train_size=train_size,
@@ -156,7 +156,7 @@ def lra(
             row = lra_step.run(experiment.only_updates(config), arrays, results=results)
             typer.echo(f"{_cost(row) or 'out of memory'}; row in {results}")
             return
-        bar = Bar(f"{task} {attention}")
+        bar = shown(f"{task} {attention}")
         row = tasks.run(config, arrays, folder=folder, results=results, progress=bar)
         _print_end(row, folder, results)
         exit_if_diverged(row)

@@ -185,7 +185,7 @@ def mlm(
     with plain_errors("lln train mlm"):
         from lln.study.tasks import experiment
         from lln.study.tasks import mlm as task
-        from lln.study.train.progress import Bar
+        from lln.study.train.progress import shown
 
         changes = given(
             corpus=corpus,
@@ -221,7 +221,7 @@ def mlm(
             typer.echo(json.dumps({key: row[key] for key in row if key != "configuration"}))
             return
         encoded = task.load(data, **task.reads(config), tokenizer=tokenizer)
-        bar = Bar(f"{recipe} {attention}")
+        bar = shown(f"{recipe} {attention}")
         row = task.run(config, encoded, folder=folder, results=results, progress=bar)
         if is_first_process():
             _print_end(row, folder, results)
@@ -267,7 +267,7 @@ def glue(
     """
     with plain_errors("lln train glue"):
         from lln.study.tasks import glue as tasks
-        from lln.study.train.progress import Bar
+        from lln.study.train.progress import shown
 
         changes = given(
             rates=tuple(rate) if rate else None,
@@ -282,7 +282,7 @@ def glue(
         folder = out or Path("runs") / f"glue-{task}-{source.name}-seed{config.seed}"
         results = results or folder / "results.jsonl"
         examples = tasks.load(data, body=source, **tasks.reads(config))
-        bar = Bar(f"{task} {source.name}")
+        bar = shown(f"{task} {source.name}")
         row = tasks.run(config, examples, folder=folder, results=results, progress=bar)
         if is_first_process():
             names = ("accuracy", "f1", "matthews", "pearson", "spearman")
@@ -335,7 +335,8 @@ def sweep(
         contents = [(file, read(file)) for file in files]  # a bad one is found before the data
         planned = []
         for file, content in contents:
-            own = plan(content, data=data, out=out, scratch=scratch)
+            places = {"data": data, "out": out, "scratch": scratch}
+            own = plan(content, **places, need_data=not tell)
             typer.echo(f"{len(own)} runs in {file}")
             planned += own
         if tell:

@@ -18,7 +18,7 @@ from lln.records.rows import Row, read_rows
 from lln.study.tasks import experiment
 from lln.study.tasks.experiment import Key
 from lln.study.tasks.pretrained import Pretrained
-from lln.study.train.runlog import CURVE, MONITOR, append_row, has_row, thinned
+from lln.study.train.runlog import CURVE, MONITOR, append_row, has_row, thinned_curve
 
 Spec = dict[str, Any]
 # Starting a process takes longer than some runs: of these fields a job may have lists, a row each.
@@ -82,17 +82,36 @@ def runs(kind: str, spec: Spec) -> tuple[str, list[Any]]:
     return kind, [found.configure(**own) for own in each]
 
 
-def keys(kind: str, spec: Spec, place: Place, pretrained: Pretrained | None = None) -> list[Key]:
-    """Name the rows that a job will write, known before it runs."""
+def keys(
+    kind: str,
+    spec: Spec,
+    place: Place,
+    pretrained: Pretrained | None = None,
+    *,
+    generate: bool = True,
+) -> list[Key]:
+    """Name the rows that a job will write, known before it runs; see :func:`data_of`."""
     kind, configs = runs(kind, spec)
+    how = {"pretrained": pretrained, "generate": generate}
     found = experiment.find(kind)
-    return [found.key(config, data_of(kind, config, spec, place, pretrained)) for config in configs]
+    return [found.key(config, data_of(kind, config, spec, place, **how)) for config in configs]
 
 
 def data_of(
-    kind: str, config: Any, spec: Spec, place: Place, pretrained: Pretrained | None = None
+    kind: str,
+    config: Any,
+    spec: Spec,
+    place: Place,
+    *,
+    pretrained: Pretrained | None = None,
+    generate: bool = True,
 ) -> Any:
-    """Load the data of a configuration, once for all runs of a process that share them."""
+    """Load the data of a configuration, once for all runs of a process that share them.
+
+    Args:
+        pretrained: What a fine-tuning will start from, where that is not there yet.
+        generate: Whether data that are not there may be generated, which takes minutes.
+    """
     reads, folder = experiment.find(kind).reads(config), place.data
     if kind == "glue":
         reads["body"] = pretrained or place.source or spec.get("from")
@@ -101,10 +120,16 @@ def data_of(
                 'a run "glue" needs "from", the folder of a pre-trained model, unless it stands '
                 'in the "then" of a run "mlm"'
             )
+    if kind.startswith("lra") and not generate:
+        reads |= {"workers": 1, "progress": _refuse_to_generate}
     if kind == "vit":  # the digits are no files
         source = folder or os.environ.get("LLN_DATA")
         folder = Path(source) if source and config.recipe != "digits" else None
     return _load(kind, folder, tuple(reads.items()))
+
+
+def _refuse_to_generate(done: int, total: int) -> None:
+    raise ValueError("its data have not been generated yet")
 
 
 @lru_cache(maxsize=8)
@@ -138,11 +163,9 @@ def _keep_curves(row: Row, place: Place) -> None:
     names = ("subject", "mechanism", "digest", "seed", "shared", "configuration")
     for name in (CURVE, MONITOR):
         path = place.folder / name
-        rows = read_rows(path) if path.exists() else []
-        known = {*thinned(sorted({each["step"] for each in rows if each.get("kind") != "eval"}))}
-        kept = [each for each in rows if each.get("kind") == "eval" or each["step"] in known]
-        if kept:
-            place.add(path.stem + "s", {**{key: row[key] for key in names}, "rows": kept})
+        rows = thinned_curve(read_rows(path)) if path.exists() else []
+        if rows:
+            place.add(f"{path.stem}s", {**{key: row[key] for key in names}, "rows": rows})
 
 
 @contextlib.contextmanager

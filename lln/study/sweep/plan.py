@@ -79,6 +79,16 @@ def expand(content: Any) -> list[Spec]:
     ]
 
 
+@dataclass(frozen=True)
+class Places:
+    """Folders of a sweep, and whether its data must be there."""
+
+    data: Path | None
+    out: Path
+    scratch: Path
+    need_data: bool
+
+
 @dataclass(eq=False)
 class Job:
     """A run, what names its rows, and what must have run before it.
@@ -86,6 +96,8 @@ class Job:
     Attributes:
         timed: Its speed is reported, so it takes all places.
         state: "waiting", "running", "done", "failed" or "skipped".
+        unknown: Why nobody knows what names its rows; empty if that is known.
+        telling: Fields that the label names beside the usual ones, see :func:`tell_apart`.
     """
 
     kind: str
@@ -97,6 +109,8 @@ class Job:
     after: list[Job] = field(default_factory=list)
     timed: bool = False
     state: str = "waiting"
+    unknown: str = ""
+    telling: Sequence[str] = ()
 
     @property
     def label(self) -> str:
@@ -105,6 +119,7 @@ class Job:
         options = own.pop("options", None) or {}
         rate = [("learning_rate", own["learning_rate"])] if "learning_rate" in own else []
         more = [*options.items(), *rate, ("seed", own.get("seed", 0))]
+        more += [(name, own[name]) for name in self.telling if name in own]
         rest = [f"{key}={value}" for key, value in more]
         if self.before is not None:
             words.append(f"after {self.before.label}")
@@ -116,7 +131,7 @@ class Job:
 
     def has_rows(self) -> bool:
         path = self.place.results(self.kind)
-        return all(has_row(path, *key) for key in self.keys)
+        return not self.unknown and all(has_row(path, *key) for key in self.keys)
 
     def has_diverged(self) -> bool:
         """Whether a row of it says so."""
@@ -169,29 +184,46 @@ def best_on_validation(rivals: Sequence[Job]) -> int:
     return worth.index(max(worth))
 
 
-def plan(content: Any, *, data: Path | None, out: Path, scratch: Path) -> list[Job]:
-    """All jobs of a sweep; those that follow another stand after it, repetitions at the end."""
+def tell_apart(jobs: Sequence[Job]) -> None:
+    """Let labels that are the same name the fields in which their jobs differ."""
+    alike: dict[str, list[Job]] = {}
+    for job in jobs:
+        alike.setdefault(job.label, []).append(job)
+    for same in alike.values():
+        names = dict.fromkeys(name for job in same for name in job.spec)
+        values = {name: {json.dumps(job.spec.get(name)) for job in same} for name in names}
+        for job in same:
+            job.telling = [name for name in names if len(values[name]) > 1]
+
+
+def plan(
+    content: Any, *, data: Path | None, out: Path, scratch: Path, need_data: bool = True
+) -> list[Job]:
+    """All jobs of a sweep; those that follow another stand after it, repetitions at the end.
+
+    Args:
+        need_data: Without, jobs whose data are not there only say so (``unknown``).
+    """
     found, first = [], []
+    places = Places(data, out, scratch, need_data)
     for spec in expand(content):
-        job = _job(spec, data, out, scratch)
+        job = _job(spec, places)
         first.append(job)
         found.append(job)
         then = spec.get("then", [])
         if "repeat" in then:
             raise ValueError('"repeat" stands in "then" of a sweep; it may stand beside it only')
         for next_spec in expand(then):
-            follower = _job(next_spec, data, out, scratch, job)
+            follower = _job(next_spec, places, job)
             job.after.append(follower)
             found.append(follower)
     repeat = content.get("repeat") if isinstance(content, dict) else None
     if repeat is not None:
-        found += _repeated(first, repeat, data, out, scratch)
+        found += _repeated(first, repeat, places)
     return found
 
 
-def _repeated(
-    first: Sequence[Job], repeat: Any, data: Path | None, out: Path, scratch: Path
-) -> list[Job]:
+def _repeated(first: Sequence[Job], repeat: Any, places: Places) -> list[Job]:
     """For every group of runs that differ in one field alone, the best of them with other seeds."""
     if not isinstance(repeat, dict) or set(repeat) != {"best_of", "seed"}:
         raise ValueError(
@@ -210,36 +242,42 @@ def _repeated(
     made = []
     for seed, rivals in itertools.product(repeat["seed"], groups.values()):
         choices = [
-            _job({"run": rival.kind, **rival.spec, "seed": seed}, data, out, scratch)
-            for rival in rivals
+            _job({"run": rival.kind, **rival.spec, "seed": seed}, places) for rival in rivals
         ]
         own = vars(choices[0]) | {"slots": rivals[0].slots, "timed": rivals[0].timed}
         made.append(Repeated(**own, rivals=rivals, choices=choices))
     return made
 
 
-def _job(spec: Spec, data: Path | None, out: Path, scratch: Path, before: Job | None = None) -> Job:
+def _job(spec: Spec, places: Places, before: Job | None = None) -> Job:
     kind = spec.get("run", "glue" if before else None)
     if kind is None:
         raise ValueError(f'a run of the sweep does not say its kind: {spec}; add "run": "mlm"')
+    if before is not None and (before.kind, kind) != ("mlm", "glue"):
+        raise ValueError(f'"then" of a run {before.kind!r} holds {kind!r}; only glue follows mlm')
     own = {name: value for name, value in spec.items() if name not in OF_THE_SWEEP}
     for name in NEEDED.get(kind, ()):
         if name not in own:
             raise ValueError(f"a run of the sweep does not say its {name}: {spec}; add it")
     identity = json.dumps([kind, own, before and before.place.folder.name], sort_keys=True)
-    folder = scratch / f"{kind}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
-    place = Place(data, out, folder, before and before.place.folder)
-    keys = _keys(kind, own, place, before)
+    folder = places.scratch / f"{kind}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    place = Place(places.data, places.out, folder, before and before.place.folder)
     slots, timed = max(1, int(spec.get("slots", 1))), bool(spec.get("timed", False))
-    return Job(kind, own, slots, keys, place, before, timed=timed)
+    made = Job(kind, own, slots, [], place, before, timed=timed)
+    jobs.runs(kind, own)  # mistakes in the fields are found without data
+    try:
+        made.keys = _keys(made, generate=places.need_data)
+    except (OSError, ValueError) as error:
+        if places.need_data:
+            raise
+        made.unknown = str(error)
+    return made
 
 
-def _keys(kind: str, spec: Spec, place: Place, before: Job | None) -> list[Key]:
-    if before is None:
-        return jobs.keys(kind, spec, place)
-    if (before.kind, kind) != ("mlm", "glue"):
-        raise ValueError(f'"then" of a run {before.kind!r} holds {kind!r}; only glue follows mlm')
-    _, (config,) = jobs.runs("mlm", before.spec)
-    task = MLM(config, jobs.data_of("mlm", config, before.spec, before.place))
-    body = Pretrained.planned(task, config.train, before.place.folder)
-    return jobs.keys(kind, spec, place, body)
+def _keys(job: Job, *, generate: bool) -> list[Key]:
+    before, body = job.before, None
+    if before is not None:
+        _, (config,) = jobs.runs("mlm", before.spec)
+        encoded = jobs.data_of("mlm", config, before.spec, before.place)
+        body = Pretrained.planned(MLM(config, encoded), config.train, before.place.folder)
+    return jobs.keys(job.kind, job.spec, job.place, body, generate=generate)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lln.study.sweep.plan import FINISHED, Job
+from lln.study.sweep.plan import FINISHED, Job, tell_apart
 from lln.study.train.runfolder import holder
 
 POLL_SECONDS = 0.2
@@ -62,6 +62,7 @@ class Sweep:
         say: Callable[[str], None] = print,
     ) -> None:
         self.jobs, self.slots, self.say = list(plan), max(1, slots), say
+        tell_apart(self.jobs)
         self.started = time.monotonic()
         self.end = None if minutes is None else self.started + 60 * minutes
         self.processes: list[_Process] = []
@@ -72,12 +73,18 @@ class Sweep:
         """Say what has its rows and what would be run; the latter, which is not run."""
         self._skip(tidy=False)
         waiting = [job for job in self.jobs if job.state == "waiting"]
+        unknown = [job for job in waiting if job.unknown]
         for job in self.jobs:
             if job.before is None:
                 after = [other for other in job.after if other in waiting and not other.has_rows()]
                 more = f", then {len(after)} of {len(job.after)} that follow" if after else ""
-                self.say(f"{'to run' if job in waiting else 'done':8}{job.label}{more}")
-        self.say(f"{len(self.jobs) - len(waiting)} done, {len(waiting)} to run")
+                word = "unknown" if job in unknown else "to run" if job in waiting else "done"
+                self.say(f"{word:8}{job.label}{more}")
+        done = len(self.jobs) - len(waiting)
+        self.say(f"{done} done, {len(waiting) - len(unknown)} to run")
+        if unknown:
+            reason = unknown[0].unknown
+            self.say(f"{len(unknown)} may have their rows, which takes their data: {reason}")
         return waiting
 
     def run(self) -> Outcome:

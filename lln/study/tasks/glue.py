@@ -275,6 +275,8 @@ def run(
     _check(config, examples)
     with runfolder.held(folder):
         row = None if results is None else find_row(results, *key(config, examples))
+        if row is not None and progress is not None and runfolder.is_first_process():
+            progress.finished(row["steps"])
         if row is None:
             row = _run(config, examples, folder, progress=progress, tensorboard=tensorboard)
             row["seconds"] = round(time.perf_counter() - started, 2)

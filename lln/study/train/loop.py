@@ -110,7 +110,10 @@ class _Run:
     def to_the_end(self, *, test: bool) -> Summary:
         """Run all updates that are left."""
         config = self.config
-        self.progress.start(config, self.step)
+        if self.step >= config.steps or self.stopped:
+            self.progress.finished(self.step)
+        else:
+            self.progress.start(config, self.step)
         if self.step == 0 and config.eval_every:
             self._evaluate()
         self.mark = time.perf_counter()

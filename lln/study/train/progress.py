@@ -1,17 +1,21 @@
-"""How far a run is, on the terminal."""
+"""How far a run is: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from lln.study.train.config import TrainConfig
 
+LINE_SECONDS = 30.0
+
 
 class Progress(Protocol):
     """What the loop tells while it runs."""
 
+    def finished(self, step: int) -> None: ...
     def start(self, config: TrainConfig, step: int) -> None: ...
     def at(self, step: int) -> None: ...
     def train(self, row: Mapping[str, Any], tokens_per_second: float | None) -> None: ...
@@ -22,6 +26,7 @@ class Progress(Protocol):
 class Silent:
     """Says nothing."""
 
+    def finished(self, step: int) -> None: ...
     def start(self, config: TrainConfig, step: int) -> None: ...
     def at(self, step: int) -> None: ...
     def train(self, row: Mapping[str, Any], tokens_per_second: float | None) -> None: ...
@@ -29,24 +34,76 @@ class Silent:
     def stop(self) -> None: ...
 
 
-class Bar:
-    """A progress bar with loss and speed, and a line per evaluation.
+def shown(label: str) -> Progress:
+    """Choose a bar if the output is a terminal, lines if it goes to a file or a pipe."""
+    return Bar(label) if sys.stdout.isatty() else Lines(label)
+
+
+class Lines:
+    """A line per evaluation, and one every half minute.
 
     Args:
-        label: In front of the bar.
+        label: In front of every line.
     """
+
+    def __init__(self, label: str) -> None:
+        self.label, self.total, self.now = label, 0, ""
+        self._said = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        print(f"{self.label}: {text}", flush=True)
+
+    def finished(self, step: int) -> None:
+        self.say(f"finished before, with step {step:,}; nothing is left to train")
+
+    def start(self, config: TrainConfig, step: int) -> None:
+        self.total, self._said = config.steps, time.monotonic()
+        if step:
+            self.say(f"continues after step {step:,}")
+
+    def at(self, step: int) -> None:
+        now = time.monotonic()
+        if now - self._said >= LINE_SECONDS:
+            self._said = now
+            self.say(f"step {step:,} of {self.total:,}{self.now and ', '}{self.now}")
+
+    def train(self, row: Mapping[str, Any], tokens_per_second: float | None) -> None:
+        speed = "" if tokens_per_second is None else f", {tokens_per_second:,.0f} tokens/s"
+        scale = "" if row["loss_scale"] is None else f", loss scale {row['loss_scale']:g}"
+        self.now = f"loss {row['loss']:.3f}{scale}{speed}"
+
+    def evaluation(self, row: Mapping[str, Any]) -> None:
+        shown = {
+            name: value
+            for name, value in row.items()
+            if isinstance(value, float) and name != "seconds"
+        }
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
+        self.say(f"step {row['step']:,}: {numbers}")
+
+    def stop(self) -> None: ...
+
+
+class Bar(Lines):
+    """A progress bar with loss and speed, and a line per evaluation."""
 
     def __init__(self, label: str, console: Any = None) -> None:
         from rich.console import Console
 
-        self.label, self.console = label, console or Console()
+        super().__init__(label)
+        self.console = console or Console()
         self._bar: Any = None
         self._task: Any = None
         self._drawn = 0.0
 
+    def say(self, text: str) -> None:
+        self.console.print(f"{self.label}: {text}", highlight=False)
+
     def start(self, config: TrainConfig, step: int) -> None:
         from rich import progress
 
+        super().start(config, step)
         self._bar = progress.Progress(
             progress.TextColumn("{task.description}", style="bold"),
             progress.BarColumn(),
@@ -57,8 +114,6 @@ class Bar:
             console=self.console,
             transient=True,
         )
-        if step:
-            self.console.print(f"{self.label}: continues after step {step:,}")
         self._task = self._bar.add_task(self.label, total=config.steps, completed=step, now="")
         self._bar.start()
 
@@ -69,19 +124,8 @@ class Bar:
             self._bar.update(self._task, completed=step)
 
     def train(self, row: Mapping[str, Any], tokens_per_second: float | None) -> None:
-        speed = "" if tokens_per_second is None else f", {tokens_per_second:,.0f} tokens/s"
-        scale = "" if row["loss_scale"] is None else f", loss scale {row['loss_scale']:g}"
-        text = f"loss {row['loss']:.3f}{scale}{speed}"
-        self._bar.update(self._task, completed=row["step"], now=text)
-
-    def evaluation(self, row: Mapping[str, Any]) -> None:
-        shown = {
-            name: value
-            for name, value in row.items()
-            if isinstance(value, float) and name != "seconds"
-        }
-        numbers = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
-        self.console.print(f"{self.label}: step {row['step']:,}: {numbers}", highlight=False)
+        super().train(row, tokens_per_second)
+        self._bar.update(self._task, completed=row["step"], now=self.now)
 
     def stop(self) -> None:
         if self._bar is not None:

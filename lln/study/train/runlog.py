@@ -164,8 +164,14 @@ def find_row(path: str | os.PathLike[str], digest: str, seed: int) -> Row | None
     return next((row for row in reversed(rows) if key_of(row) == (digest, seed)), None)
 
 
-def thinned(values: Sequence[T], points: int = 200) -> list[T]:
+def thinned(values: Sequence[T], points: int) -> list[T]:
     """Keep at most so many of the values, evenly spread, with the first and the last."""
     if len(values) <= points:
         return list(values)
     return [values[round(i * (len(values) - 1) / (points - 1))] for i in range(points)]
+
+
+def thinned_curve(rows: Sequence[Row], steps: int = 200) -> list[Row]:
+    """Keep rows of at most so many steps, and all evaluations, of a long curve."""
+    kept = {*thinned(sorted({row["step"] for row in rows if row.get("kind") != "eval"}), steps)}
+    return [row for row in rows if row.get("kind") == "eval" or row["step"] in kept]

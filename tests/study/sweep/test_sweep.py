@@ -168,6 +168,30 @@ def test_a_list_says_what_is_done_and_runs_nothing(tmp_path):
     assert done.place.folder.exists()
 
 
+def test_a_list_needs_no_data_and_its_lines_differ(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("LLN_DATA", raising=False)
+    other = {**TINY, "corpus": "wiki2015"}
+    lists = {"run": "lra", "task": "listops", "throughput": True, "train_size": 4}
+    content = [other, {**other, "length": 16}, {**TINY, "then": [{"task": "sst2"}]}, lists]
+    (tmp_path / "sweep.json").write_text(json.dumps(content))
+    words = ["sweep", str(tmp_path / "sweep.json"), "--out", str(tmp_path / "out")]
+    listed = CliRunner().invoke(app, [*words, "--list"])
+    assert listed.exit_code == 0, listed.output
+    assert listed.output.splitlines()[1:-1] == [
+        "unknown mlm roberta-tiny seed=0 corpus=wiki2015",
+        "unknown mlm roberta-tiny seed=0 corpus=wiki2015 length=16",
+        "to run  mlm roberta-tiny seed=0, then 1 of 1 that follow",
+        "unknown lra listops seed=0",
+        "0 done, 1 to run",
+    ]
+    assert "4 may have their rows" in listed.output and "wiki2015" in listed.output
+    assert CliRunner().invoke(app, words).exit_code == 1  # which would run them
+    (tmp_path / "sweep.json").write_text(json.dumps([{**other, "step": 3}]))
+    listed = CliRunner().invoke(app, [*words, "--list"])
+    assert listed.exit_code == 1 and "step is no field" in listed.output + str(listed.exception)
+
+
 def test_what_follows_runs_after_it_and_the_folder_is_removed(tmp_path):
     first = job(tmp_path, "first")
     others = [job(tmp_path, name, before=first) for name in ("rte", "cola")]

@@ -11,7 +11,7 @@ import torch
 
 from lln.records.rows import read_rows
 from lln.study.train.loop import train
-from lln.study.train.runlog import thinned
+from lln.study.train.runlog import thinned_curve
 from tests.study.train.toy import Toy, toy_config
 
 
@@ -234,11 +234,11 @@ def test_the_rate_rises_and_falls():
 def test_thinned_curves_keep_evaluations_and_the_end():
     rows = [{"kind": "train", "step": step} for step in range(10, 1001, 10)]
     rows += [{"kind": "eval", "step": step} for step in range(0, 1001, 250)]
-    kept = thinned(rows, steps=30)
+    kept = thinned_curve(rows, steps=30)
     steps = [row["step"] for row in kept if row["kind"] == "train"]
     assert 20 <= len(steps) <= 30 and steps[-1] == 1000
     assert sum(row["kind"] == "eval" for row in kept) == 5
     heads = [{"step": step, "layer": layer} for step in range(100) for layer in (0, 1)]
-    found = thinned(heads, steps=10)
+    found = thinned_curve(heads, steps=10)
     assert len(found) == 20 and {row["layer"] for row in found} == {0, 1}
-    assert thinned([]) == []
+    assert thinned_curve([]) == []
