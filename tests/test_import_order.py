@@ -39,7 +39,7 @@ STUDY: dict[str, set[str]] = {
     "study.data": {"study.train", "device", "records"},
     "study.tasks": {"study.data", "study.train", "hf", "zoo", "records"},
     "study.sweep": {"study.tasks", "study.data", "study.train", "records"},
-    "study.bench": {"study.plots", *set(LIBRARY) - {"nn", "baselines", "distributed"}},
+    "study.bench": {"study.plots", *set(LIBRARY) - {"baselines", "distributed"}},
     "study.inspect": {
         *("study.bench", "study.data", "study.page", "study.plots"),
         *("hf", "instruments", "moments", "ops", "records"),
@@ -51,7 +51,7 @@ STUDY: dict[str, set[str]] = {
     "study.paper.verify": {"study.paper.figures", "instruments", "moments", "ops"},
     "study.paper.pages": {
         *("study.paper", "study.paper.tables", "study.paper.figures"),
-        *("study.page", "study.plots", "records"),
+        *("study.page", "study.plots", "records", "nn"),
     },
     "study.demo": {
         *("study.bench", "study.tasks", "study.data", "study.train", "study.page", "study.plots"),

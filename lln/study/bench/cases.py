@@ -1,6 +1,7 @@
 """What is measured: an op, an implementation and a shape.
 
-``op`` is the word used in ``lln/ops``, with the block in ``lln_diag_128``; ``impl`` is ``"eager"``
+``op`` is the word used in ``lln/ops``, with the block in ``lln_diag_128``, or ``recommended``: the
+module with ``lln.nn.RECOMMENDED``, its learned parameters among the inputs. ``impl`` is ``"eager"``
 or ``"triton"`` for ours, ``"sdpa"`` for ``torch.nn.functional.scaled_dot_product_attention``
 (``"cudnn"`` and ``"flash"`` with the backend fixed), ``"matrix"`` for softmax attention that builds
 its N×N matrix and ``"torch"`` for torch's depth-wise convolution. Timing works on the closure that
@@ -12,20 +13,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lln import functional, moments
+from lln.nn import RECOMMENDED, LLNAttention
 from lln.ops import reference
 from lln.ops.convolution import convolve_by_blocks
 
 ALPHA = BETA = 2.0  # constants: measuring them is the business of the "measured" op
 DIAG_BLOCK, WIDE_BLOCK = 64, 128
 BLOCKS = {"lln_diag": DIAG_BLOCK, "lln_diag_128": WIDE_BLOCK}  # of the ops of LLN+Diag
-TAPS = 33  # of the convolution over tokens
+TAPS = RECOMMENDED["conv"]  # of the convolution over tokens
 FORWARD, TRAINING = "fwd", "fwd+bwd"
 
 
@@ -74,6 +78,19 @@ def _measured(impl: str) -> Callable[..., Tensor]:
     return run
 
 
+@lru_cache
+def _core(heads: int, head_dim: int, impl: str) -> LLNAttention:
+    return LLNAttention(heads, head_dim, impl=impl, **RECOMMENDED)
+
+
+def _recommended(impl: str) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, mix: Tensor, filters: Tensor) -> Tensor:
+        learned = {"mix_logit": mix, "conv_weight": filters}
+        return functional_call(_core(q.shape[1], q.shape[-1], impl), learned, (q, k, v))
+
+    return run
+
+
 def _convolved(v: Tensor, weight: Tensor) -> Tensor:
     from lln.ops import triton as kernels
 
@@ -110,6 +127,7 @@ RUNNERS: dict[tuple[str, str], Callable[..., Tensor]] = {
     ("bidirectional", "matrix"): _softmax_matrix,
     ("measured", "eager"): _measured("eager"),
     ("lln_diag", "eager"): _ours("eager", diag_block=DIAG_BLOCK),
+    ("recommended", "eager"): _recommended("eager"),
     ("causal", "eager"): _ours("eager", is_causal=True),
     ("causal", "sdpa"): _sdpa_causal,
     ("bidirectional", "triton"): _ours("triton"),
@@ -133,10 +151,20 @@ def _softmax_reference(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> T
     return reference.attend(reference.normalize_rows(scores, seen), v)
 
 
+def _recommended_reference(q: Tensor, k: Tensor, v: Tensor, mix: Tensor, filters: Tensor) -> Tensor:
+    alpha, beta = moments.calibrate(q, k, method=RECOMMENDED["method"])
+    block, scale = RECOMMENDED["diag_block"], 1 / math.sqrt(q.shape[-1])
+    local = reference.block_diagonal(q, k, v, block=block, scale=scale)
+    linear = reference.bidirectional(q, k, v, alpha=alpha, beta=beta)
+    return torch.lerp(local, linear, mix.sigmoid()[:, None, None]) + _depthwise(v, filters)
+
+
 def expected(case: Case, *tensors: Tensor) -> Tensor:
     """The O(N²) definition of what ``case`` computes, in the dtype of the inputs."""
     if case.op == "convolution":
         return _depthwise(*tensors)
+    if case.op == "recommended":
+        return _recommended_reference(*tensors)
     q, k, v = tensors
     if case.impl in SOFTMAX:
         return _softmax_reference(q, k, v, is_causal=case.op == "causal")
@@ -154,7 +182,8 @@ def expected(case: Case, *tensors: Tensor) -> Tensor:
 def inputs(case: Case, *, seed: int = 0) -> list[Tensor]:
     """q, k, v of standard normal numbers, the same for every implementation of a shape.
 
-    Of the convolution v and the filters, which are parameters and therefore float32.
+    The convolution has v and its filters instead, "recommended" a weight per head and filters
+    besides: parameters, and therefore float32.
     """
     generator = torch.Generator(case.device).manual_seed(seed)
     shape = (case.B, case.H, case.N, case.D)
@@ -164,7 +193,9 @@ def inputs(case: Case, *, seed: int = 0) -> list[Tensor]:
 
     dtype = getattr(torch, case.dtype)
     made = [normal(*shape).to(dtype) for _ in range(1 if case.op == "convolution" else 3)]
-    if case.op == "convolution":
+    if case.op == "recommended":
+        made.append(normal(case.H))
+    if case.op in ("convolution", "recommended"):
         made.append(normal(case.H, TAPS))
     return [x.requires_grad_(case.passes == TRAINING) for x in made]
 
@@ -197,7 +228,10 @@ def powers(first: int, last: int) -> list[int]:
 
 
 def cpu_cases(*, quick: bool = False, backward: bool = False) -> list[Case]:
-    """The CPU sweep: 12 heads of 64, float32; softmax as far as it is bearable, LLN to the end."""
+    """The CPU sweep: 12 heads of 64, float32; softmax as far as it is bearable, LLN to the end.
+
+    What is recommended is measured in training, beside softmax, ``backward`` or not.
+    """
     softmax_end, linear_end, causal_end, matrix_end = (
         (2048, 32_768, 2048, 1024) if quick else (16_384, 262_144, 8192, 4096)
     )
@@ -211,7 +245,10 @@ def cpu_cases(*, quick: bool = False, backward: bool = False) -> list[Case]:
         ("causal", "eager"): powers(512, causal_end),
     }
     cases = [Case(op, impl, N) for (op, impl), lengths in sweep.items() for N in lengths]
-    cases.sort(key=lambda case: (case.N, case.op))  # rivals side by side, under equal conditions
+    trained = [("bidirectional", "sdpa"), ("recommended", "eager")]
+    training = [Case(*key, N, TRAINING) for key in trained for N in powers(128, causal_end)]
     if backward:
-        cases += [replace(case, passes=TRAINING) for case in cases]
-    return cases
+        training += [replace(case, passes=TRAINING) for case in cases]
+    cases += dict.fromkeys(training)  # each of them once
+    # rivals side by side, under equal conditions
+    return sorted(cases, key=lambda case: (case.passes, case.N, case.op))

@@ -40,7 +40,7 @@ def _check_one(case: Case) -> None:
         error = float((result.double() - answer).norm() / answer.norm())
         allowed = ALLOWED[case.dtype]
         if not error <= allowed:  # a NaN must fail too
-            names = ("v", "the filter") if case.op == "convolution" else "qkv"
+            names = ("v", "the filter") if case.op == "convolution" else (*"qkv", "mix", "filters")
             what = "output" if case.passes != TRAINING else f"gradient of {names[index]}"
             raise CheckFailed(
                 f"{case.name}: relative error {error:.1e} of the {what} exceeds {allowed:.0e}; "

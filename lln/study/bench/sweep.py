@@ -49,14 +49,18 @@ def measure(
         }
 
 
+RIVALS = {"recommended": "bidirectional"}  # under which op softmax was measured
+
+
 def ratios(rows: Sequence[Row], *, ours: str = "eager", theirs: str = "sdpa") -> list[Row]:
     """How many times faster ``ours`` is than ``theirs``, per op, pass and length of one run."""
     median = {(r["op"], r["pass"], r["N"], r["impl"]): r["ms_p50"] for r in rows}
-    return [
-        {"op": op, "pass": passes, "N": N, "ratio": round(slow / median[op, passes, N, ours], 2)}
-        for (op, passes, N, impl), slow in median.items()
-        if impl == theirs and (op, passes, N, ours) in median
-    ]
+    found = []
+    for (op, passes, N, impl), fast in median.items():
+        slow = median.get((RIVALS.get(op, op), passes, N, theirs))
+        if impl == ours and slow is not None:
+            found.append({"op": op, "pass": passes, "N": N, "ratio": round(slow / fast, 2)})
+    return found
 
 
 def growth(rows: Sequence[Row]) -> list[Row]:

@@ -72,6 +72,22 @@ def test_ratio_is_theirs_over_ours_at_equal_length():
     assert found == {N: N / 4 for N in cases.powers(1024, 16_384)}
 
 
+def test_the_rival_of_what_is_recommended_is_softmax():
+    rows = rows_of("bidirectional", "sdpa", 2) + rows_of("recommended", "eager", 1, scale=4)
+    found = sweep.ratios(rows)
+    assert {(r["op"], r["N"]): r["ratio"] for r in found} == {
+        ("recommended", N): N / 4 for N in cases.powers(1024, 16_384)
+    }
+
+
+def test_training_is_measured_beside_softmax_and_nothing_twice():
+    for backward in (False, True):
+        swept = cases.cpu_cases(backward=backward)
+        trained = {(c.op, c.impl, c.N) for c in swept if c.passes == TRAINING}
+        assert {("recommended", "eager", 128), ("bidirectional", "sdpa", 128)} <= trained
+        assert len(set(swept)) == len(swept)
+
+
 def test_growth_recovers_the_exponent_and_skips_short_lengths():
     rows = rows_of("bidirectional", "sdpa", 2.0)
     rows.append({**rows[0], "N": 512, "ms_p50": 1e9})  # below the fitted range
