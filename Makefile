@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-shapes test-gpu check format bench readme docs fuzz mutation clean
+.PHONY: help install demo test test-slow test-shapes test-gpu check format bench pages docs fuzz mutation clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -65,10 +65,10 @@ format: install  ## rewrite the files as `make check` wants them
 bench: install  ## time and memory on this CPU, rows into results/
 	$(BIN)/lln bench
 
-readme: install  ## rewrite the measured block of README.md from results/
-	$(BIN)/python -m lln.study.paper.pages.readme
+pages: install  ## rewrite the measured blocks of README.md and docs/ from results/
+	$(BIN)/python -m lln.study.paper.pages.write
 
-docs: install  ## the documentation as a site, with the API: build/docs/site/index.html
+docs: install  ## the documentation as a site, with the API: build/docs/index.html
 	$(BIN)/python -m sphinx --fail-on-warning --quiet -c docs/site docs build/docs
 
 fuzz: install  ## the property tests with many more examples

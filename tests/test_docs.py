@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from lln.study.paper.pages import readme
+from lln.study.paper.pages import write
+from lln.study.paper.pages.blocks import NOTHING_YET, rewrite
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-WITH_CODE = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+WITH_CODE = [page for page in PAGES if "\n```python\n" in page.read_text(encoding="utf-8")]
 
 
 def name(path: Path) -> str:
@@ -30,7 +31,6 @@ def code_blocks(path: Path) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("path", WITH_CODE, ids=name)
 def test_code_on_the_page_runs(path):
     blocks = code_blocks(path)
-    assert blocks, f"{name(path)} has no Python block"
     namespace: dict = {}  # blocks of a page build on each other, as a reader takes them
     for line, block in blocks:
         exec(compile("\n" * line + block, str(path), "exec"), namespace)
@@ -76,9 +76,24 @@ def test_the_tree_in_the_readme_is_the_tree():
     assert present <= shown, f"missing in the tree: {sorted(present - shown)}"
 
 
-def test_measured_blocks_are_what_the_rows_say():
+@pytest.mark.parametrize("page", write.pages(ROOT), ids=name)
+def test_measured_blocks_are_what_the_rows_say(page):
+    assert write.written(page, ROOT / "results") == page.read_text(encoding="utf-8"), (
+        "run `make pages`"
+    )
+
+
+def test_every_measured_block_is_on_a_page():
+    texts = "".join(page.read_text(encoding="utf-8") for page in write.pages(ROOT))
+    shown = set(re.findall(r"<!-- measured: (\w+) -->", texts))
+    assert shown == set(write.BLOCKS)
+
+
+def test_the_front_page_stays_short():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme.rewrite(text, ROOT / "results") == text, "run `make readme`"
+    assert len(text.encode()) <= 9_000
+    best = text.partition("<!-- measured: best -->")[2].partition("<!-- end -->")[0]
+    assert len(best.strip().splitlines()) == 2 + 6
 
 
 @pytest.mark.slow
@@ -107,24 +122,28 @@ def test_every_mechanism_a_page_creates_exists():
 
 
 def test_an_unknown_block_is_named():
-    with pytest.raises(ValueError, match=r"'sped'; there are speed"):
-        readme.rewrite("<!-- measured: sped -->\n<!-- end -->", ROOT / "results")
+    with pytest.raises(ValueError, match=r"'sped'; there are best, speed"):
+        rewrite("<!-- measured: sped -->\n<!-- end -->", ROOT / "results", write.BLOCKS)
 
 
 def test_figures_are_drawn_from_rows(tmp_path):
     results = tmp_path / "results"
     results.mkdir()
-    page = tmp_path / "README.md"
-    page.write_text("<!-- measured: figure_10a -->\nold\n<!-- end -->\n", encoding="utf-8")
-    readme.main(tmp_path)
-    assert readme.NOTHING_YET in page.read_text(encoding="utf-8") and not list(results.iterdir())
+    pages = [tmp_path / "README.md", tmp_path / "docs" / "results" / "vision.md"]
+    pages[1].parent.mkdir(parents=True)
+    for page in pages:
+        page.write_text("<!-- measured: figure_10a -->\nold\n<!-- end -->\n", encoding="utf-8")
+    write.main(tmp_path)
+    assert all(NOTHING_YET in page.read_text(encoding="utf-8") for page in pages)
+    assert not list(results.iterdir())
     rows = (ROOT / "results" / "vit.jsonl").read_text(encoding="utf-8")
     (results / "vit.jsonl").write_text(rows, encoding="utf-8")
-    readme.main(tmp_path)
-    assert "(results/figure_10a.svg)" in page.read_text(encoding="utf-8")
+    write.main(tmp_path)
+    assert "(results/figure_10a.svg)" in pages[0].read_text(encoding="utf-8")
+    assert "(../../results/figure_10a.svg)" in pages[1].read_text(encoding="utf-8")
     assert "<svg" in (results / "figure_10a.svg").read_text(encoding="utf-8")
 
 
-def test_without_rows_the_block_says_so(tmp_path):
-    text = "<!-- measured: speed -->\nold\n<!-- end -->"
-    assert "No rows" in readme.rewrite(text, tmp_path)
+@pytest.mark.parametrize("block", write.BLOCKS)
+def test_without_rows_a_block_says_so(block, tmp_path):
+    assert write.BLOCKS[block](tmp_path) == NOTHING_YET

@@ -10,7 +10,7 @@ import lln
 project = "lln"
 author = "The lln developers"
 release = version = lln.__version__
-root_doc = "site/index"
+root_doc = "index"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 html_theme = "furo"
 html_title = f"lln {release}"
@@ -52,8 +52,32 @@ def readable(docstring: list[str]) -> list[str]:
     return lines
 
 
+def contents(page: str) -> str:
+    """The tables of contents of the site: each section of the start page with its links, in order.
+
+    Example:
+        >>> print(contents("# Title\n## Maths\n- [Numerics](numerics.md): exact"))
+        ```{toctree}
+        :caption: Maths
+        :hidden:
+        numerics
+        ```
+    """
+    trees = []
+    for section in page.split("\n## ")[1:]:
+        caption, _, text = section.partition("\n")
+        links = re.findall(r"\]\((?!\.\.)([\w/-]+)\.(?:md|rst)\)", text)
+        trees.append("\n".join(["```{toctree}", f":caption: {caption}", ":hidden:", *links, "```"]))
+    return "\n\n".join(trees)
+
+
 def setup(app: Any) -> None:
+    def with_contents(app: Any, name: str, source: list[str]) -> None:
+        if name == root_doc:
+            source[0] += "\n" + contents(source[0])
+
     def rewrite(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
         lines[:] = readable(lines)
 
+    app.connect("source-read", with_contents)
     app.connect("autodoc-process-docstring", rewrite, priority=100)  # before napoleon

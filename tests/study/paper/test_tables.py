@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from lln.cli.app import app
 from lln.study.paper import results
-from lln.study.paper.pages import readme
+from lln.study.paper.pages.blocks import NOTHING_YET, rewrite
+from lln.study.paper.pages.write import BLOCKS
 from lln.study.paper.results import Mean
 from lln.study.paper.tables import table as tables
 
@@ -274,13 +275,13 @@ def test_the_command_prints_tables_and_records(tmp_path):
     assert unknown.exit_code == 2 and "there are 1, 2" in unknown.output
 
 
-def test_the_readme_block_is_the_table_or_says_that_there_are_no_rows(tmp_path):
+def test_the_block_of_a_page_is_the_table_or_says_that_there_are_no_rows(tmp_path):
     page = "<!-- measured: table_2 -->\nold\n<!-- end -->"
-    assert "old" not in readme.rewrite(page, tmp_path)
-    assert readme.NOTHING_YET in readme.rewrite(page, tmp_path)
+    assert "old" not in rewrite(page, tmp_path, BLOCKS)
+    assert NOTHING_YET in rewrite(page, tmp_path, BLOCKS)
     write(tmp_path, [step("lln", 512, 40.0)])
     (table,) = tables.make("2", tmp_path)
-    assert table.markdown() in readme.rewrite(page, tmp_path)
+    assert table.markdown() in rewrite(page, tmp_path, BLOCKS)
 
 
 def test_markdown_is_a_table():

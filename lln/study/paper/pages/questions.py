@@ -1,18 +1,14 @@
-"""The measured blocks of docs/questions.md, from ``results/questions_…json`` and ``vit.jsonl``.
-
-``python -m lln.study.paper.pages.questions`` rewrites the page; a test compares it with the rows.
-"""
+"""The measured blocks of docs/questions.md, from ``results/questions_…json`` and ``vit.jsonl``."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lln.study.paper.accuracy import is_fixed
-from lln.study.paper.pages.readme import NOTHING_YET, latest, markdown_table, origin, rewrite
+from lln.study.paper.pages.blocks import NOTHING_YET, latest, markdown_table, origin
 from lln.study.paper.results import origin_text, read
 
 Row = dict[str, Any]
@@ -183,14 +179,3 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     name: partial(_block, name=rows, make=make) for name, (rows, make) in TABLES.items()
 }
 BLOCKS["trained"] = trained
-
-
-def main(root: Path) -> None:
-    """Rewrite ``root/docs/questions.md`` from ``root/results``."""
-    page = root / "docs" / "questions.md"
-    text = rewrite(page.read_text("utf-8"), root / "results", BLOCKS)
-    page.write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path.cwd())

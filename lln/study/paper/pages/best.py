@@ -1,0 +1,94 @@
+"""The six lines of README: our best measured results beside softmax, from the tables' records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lln.nn import RECOMMENDED
+from lln.study.paper.pages.blocks import NOTHING_YET, markdown_table
+from lln.study.paper.tables import table as tables
+from lln.study.paper.tables.arena import AVERAGED
+from lln.study.plots.numbers import three_digits
+
+Record = Mapping[str, Any]
+CONVOLUTION = {"conv": RECOMMENDED["conv"]}
+
+
+def best(results: Path) -> str:
+    """Softmax, softmax with the same convolution, and LLN+Diag, at the largest scale of each."""
+    kinds = (_pretraining, _glue, _vision, _arena, _step)
+    lines = [line for kind in kinds for line in kind(results)]
+    if not lines:
+        return NOTHING_YET
+    return markdown_table(["", "softmax", "softmax + conv", "LLN+Diag"], lines)
+
+
+def _found(records: Sequence[Record], mechanism: str, options: Mapping[str, Any]) -> Record | None:
+    own = [row for row in records if row["mechanism"] == mechanism]
+    return next((row for row in own if dict(row["options"]) == dict(options)), None)
+
+
+def _three(records: Sequence[Record], key: str, form: str) -> list[str]:
+    """Cells of the three columns, LLN+Diag with the recommended options."""
+    wanted = [("softmax", {}), ("softmax", CONVOLUTION), ("lln_diag", RECOMMENDED)]
+    rows = [_found(records, *one) for one in wanted]
+    return ["–" if row is None else format(row[key], form) for row in rows]
+
+
+def _pretraining(results: Path) -> list[list[str]]:
+    made = [
+        table
+        for table in tables.make("pretraining", results)
+        if _found(table.records, "lln_diag", RECOMMENDED)
+    ]
+    widest = max((table.records[0]["configuration"]["width"] for table in made), default=0)
+    lines = []
+    for table in made[::-1]:
+        configuration = table.records[0]["configuration"]
+        if configuration["width"] == widest:
+            size = f"{configuration['layers']} layers × {widest}, N = {configuration['length']:,}"
+            words = f"loss of pre-training, {size} (recommended)"
+            lines.append([words, *_three(table.records, "loss", ".2f")])
+    return lines
+
+
+def _glue(results: Path) -> list[list[str]]:
+    for table in tables.make("1", results)[:1]:
+        records = [{**row, "average": 100 * row["average"]} for row in table.records]
+        return [["GLUE, average of Table 1, % (recommended)", *_three(records, "average", ".1f")]]
+    return []
+
+
+def _vision(results: Path) -> list[list[str]]:
+    for table in tables.make("3", results)[:1]:
+        values = {row["mechanism"]: f"{100 * row['accuracy']:.1f}" for row in table.records}
+        return _two("ViT on Dogs vs Cats, accuracy, %", values)
+    return []
+
+
+def _arena(results: Path) -> list[list[str]]:
+    for table in tables.make("5", results)[:1]:
+        values = {
+            row["mechanism"]: f"{100 * sum(row[task] for task in AVERAGED) / len(AVERAGED):.1f}"
+            for row in table.records
+            if all(row.get(task) is not None for task in AVERAGED)
+        }
+        return _two(f"Long Range Arena, average of {len(AVERAGED)} tasks, %", values)
+    return []
+
+
+def _step(results: Path) -> list[list[str]]:
+    for table in tables.make("2", results)[:1]:
+        longest = max((int(N) for row in table.records for N in row["milliseconds"]), default=0)
+        times = {row["mechanism"]: row["milliseconds"].get(str(longest)) for row in table.records}
+        values = {name: three_digits(time) for name, time in times.items()}
+        return _two(f"training step of RoBERTa-base, N = {longest:,}, ms", values)
+    return []
+
+
+def _two(words: str, values: Mapping[str, str]) -> list[list[str]]:
+    """A line of what was measured with the paper's constants, if both have a value."""
+    pair = [values.get(name) for name in ("softmax", "lln_diag")]
+    return [[words, pair[0], "–", pair[1]]] if pair[0] and pair[1] else []
