@@ -1,9 +1,10 @@
-"""Turn a trained softmax encoder into LLN+Diag: python examples/huggingface_convert.py
+"""Turn a trained softmax encoder into LLN+Diag: python examples/huggingface_convert.py [STEPS]
 
-Train a small RoBERTa with softmax to fill gaps in words that are repeated, exchange its attention,
-let the layers learn what softmax answered there, then fine-tune. The loss on new words after each
-step says what it is worth.
+Train a small RoBERTa with softmax to fill gaps in repeated words, exchange its attention, let the
+layers learn what softmax answered there, then fine-tune. The loss on new words tells the worth.
 """
+
+import sys
 
 import torch
 from torch import Tensor
@@ -18,10 +19,9 @@ def batch(seed: int) -> dict[str, Tensor]:
     """Random words of five letters, each eight times in a row, a sixth of the letters hidden."""
     generator = torch.Generator().manual_seed(seed)
     word = torch.randint(2, LETTERS + 2, (32, PERIOD), generator=generator)
-    labels = word.repeat(1, TOKENS // PERIOD)
-    hidden = torch.rand(labels.shape, generator=generator) < 1 / 6
-    inputs = labels.masked_fill(hidden, MASK)
-    return {"input_ids": inputs, "labels": labels.masked_fill(~hidden, -100)}
+    text = word.repeat(1, TOKENS // PERIOD)
+    hidden = torch.rand(text.shape, generator=generator) < 1 / 6
+    return {"input_ids": text.masked_fill(hidden, MASK), "labels": text.masked_fill(~hidden, -100)}
 
 
 def train(model: RobertaForMaskedLM, steps: int, rate: float) -> None:
@@ -40,7 +40,7 @@ def loss(model: RobertaForMaskedLM) -> float:
     return sum(model(**batch(10**6 + i)).loss.item() for i in range(8)) / 8
 
 
-def main(steps: int = 600, more: int = 100) -> dict[str, float]:
+def main(steps: int = 300, more: int = 60) -> dict[str, float]:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     vocabulary = {"vocab_size": LETTERS + 2, "pad_token_id": PAD}
@@ -65,4 +65,5 @@ def main(steps: int = 600, more: int = 100) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)  # tiny products: more threads only wait for each other
+    main(*map(int, sys.argv[1:]))

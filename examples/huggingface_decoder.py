@@ -1,9 +1,10 @@
 """Put LLN+Diag into a trained decoder: calibrate, fine-tune a little, generate from a state:
-python examples/huggingface_decoder.py
+python examples/huggingface_decoder.py [STEPS]
 
-A small Llama learns letters with softmax. Its attention is then replaced; alpha and beta come from
-its own activations. generate() needs no further argument and keeps a state of constant size.
+A small Llama learns letters; its attention is replaced, with alpha and beta from its activations.
 """
+
+import sys
 
 import torch
 from torch import Tensor
@@ -12,8 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lln.hf
 import lln.study.data.bundled
 
-TOKENS = 96
-TEXT = lln.study.data.bundled.text()
+TOKENS, TEXT = 96, lln.study.data.bundled.text()
 LETTERS = sorted(set(TEXT))
 IDS = torch.tensor([LETTERS.index(letter) for letter in TEXT[:50_000]])
 
@@ -65,4 +65,5 @@ def main(steps: int = 150) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)  # tiny products: more threads only wait for each other
+    main(*map(int, sys.argv[1:]))

@@ -1,9 +1,10 @@
 """A small RoBERTa with softmax and with LLN+Diag, trained on masked letters, saved and loaded:
-python examples/huggingface_encoder.py
+python examples/huggingface_encoder.py [STEPS]
 
 Same weights at the start, same batches: only the attention differs.
 """
 
+import sys
 import tempfile
 
 import torch
@@ -62,4 +63,5 @@ def main(steps: int = 150) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)  # tiny products: more threads only wait for each other
+    main(*map(int, sys.argv[1:]))
