@@ -113,6 +113,23 @@ def test_the_fitted_lines_are_those_that_are_printed():
             assert f"{value:.3f}" in shown, value
 
 
+def test_the_recipe_of_wiki2015_makes_a_corpus(tmp_path):
+    from lln.study.data import text
+
+    names: dict = {}
+    exec(code_blocks(ROOT / "docs" / "guide" / "tables.md")[0][1], names)
+    articles = [{"id": str(i), "title": f"Word {i}", "text": f"{i:04d} " * 20} for i in range(12)]
+    articles += [{"id": "12", "title": "List of words", "text": "word " * 99}]
+    articles += [{"id": "13", "title": "Stub", "text": "short"}]
+    sizes = {"valid": 100, "test": 200, "train": 300, "train_b": 400}
+    names["select"](articles, tmp_path, sizes, shortest=100)
+    corpus = text.find(tmp_path)
+    found = {split: corpus.articles(split) for split in text.SPLITS}
+    assert corpus.name == "wiki2015"
+    assert {split: len(own) for split, own in found.items()} == {"train": 7, "valid": 1, "test": 2}
+    assert len({article for own in found.values() for article in own}) == 10  # none of them twice
+
+
 def test_every_mechanism_a_page_creates_exists():
     from lln.zoo import list_mechanisms
 

@@ -25,7 +25,7 @@ from lln.protocols import compute_dtype
 MIXES = ("average", "learned")
 
 #: Options of LLN+Diag for encoders that are trained from scratch: of those tried on text the ones
-#: with the lowest loss and the best average over GLUE (README).
+#: with the lowest loss and the best average over GLUE (docs/results/language.md).
 RECOMMENDED: Mapping[str, Any] = MappingProxyType(
     {"method": "entropy", "mix": "learned", "diag_block": 128, "conv": 33}
 )
