@@ -76,6 +76,9 @@ def attention(
         out_i = sum_j phi_q(q_i)·phi_k(k_j) v_j / sum_j phi_q(q_i)·phi_k(k_j)
 
     Args:
+        q: Queries ``[B, H, N, D]``: batch, heads, tokens, head size; any floating dtype.
+        k: Keys ``[B, Hkv, M, D]``: H is a multiple of Hkv, and M may differ from N.
+        v: Values ``[B, Hkv, M, E]``: E may differ from D.
         alpha, beta: Numbers, ``[H]`` / ``[Hkv]`` or ``[B, H]`` / ``[B, Hkv]``; both or neither.
             Gradients flow to tensors. Left out, they are measured from q and k per sample and head
             and matched by ``method``, as constants of the backward pass. They then depend on all
@@ -149,6 +152,7 @@ def attention_varlen(
     may also be ``[S, H]`` and ``[S, Hkv]``.
 
     Args:
+        q, k, v: ``[T, H, D]``, ``[Tk, Hkv, D]`` and ``[Tk, Hkv, E]``: the tokens of all sequences.
         cu_seqlens_q, cu_seqlens_k: ``[S + 1]`` int32 or int64, starting at 0, never decreasing,
             ending at the number of tokens. Values are checked for CPU tensors.
         key_mask, query_mask: ``[T]``, True = may be attended / a real query.
@@ -210,6 +214,7 @@ def prefill(
     outputs as one causal :func:`attention` over all of it, at O(D E) memory per head.
 
     Args:
+        q, k, v: The next tokens, shaped as in :func:`attention`, with equally many of each.
         state: What came before; None at the start of the stream.
         alpha, beta: As in :func:`attention`; required, since statistics must not see the future.
 

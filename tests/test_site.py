@@ -74,5 +74,7 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stderr
     api = (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
     assert "lln.attention" in api and "lln.nn.LLNAttention" in api
+    listed = re.sub(r"<[^>]+>", "", api.partition('id="lln.attention"')[2])
+    assert "q (Float[Tensor" in listed and "Queries [B, H, N, D]" in listed
     assert "figure_time" in (tmp_path / "index.html").read_text(encoding="utf-8")
     assert "figure_arena" in (tmp_path / "results" / "long-range-arena.html").read_text("utf-8")

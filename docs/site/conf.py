@@ -19,7 +19,7 @@ myst_heading_anchors = 3
 suppress_warnings = ["myst.xref_missing"]
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # shapes and types stand in the docstrings, where they can be read
+autodoc_typehints = "description"  # shapes and types beside each argument
 autoclass_content = "both"
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
