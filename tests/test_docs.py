@@ -43,6 +43,20 @@ def test_links_to_files_resolve(path):
             assert (path.parent / target).exists(), f"{name(path)} links to {target}"
 
 
+def anchors(path: Path) -> set[str]:
+    """What headings are linked as: small letters, hyphens for blanks, no punctuation."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), flags=re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_links_to_headings_resolve(path):
+    found = re.findall(r"\]\(([\w./-]*\.md)?#([^)]+)\)", path.read_text(encoding="utf-8"))
+    for target, anchor in found:
+        page = path.parent / target if target else path
+        assert anchor in anchors(page), f"{name(path)} links to {target}#{anchor}"
+
+
 def test_paths_in_the_table_of_equations_exist():
     text = (ROOT / "docs" / "equations.md").read_text(encoding="utf-8")
     paths = re.findall(r"`(tests/[\w/.]*)", text)
