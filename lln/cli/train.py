@@ -82,7 +82,7 @@ INTERRUPTED = 130  # as shells have it: 128 and the number of the signal
 
 @contextlib.contextmanager
 def plain_errors(command: str) -> Iterator[None]:
-    """What the user can mend is said in a line, without a traceback."""
+    """Say what the user can mend in a line, without a traceback."""
     try:
         yield
     except (ValueError, TypeError, ImportError, OSError) as error:
@@ -297,7 +297,7 @@ def glue(
 
 @contextlib.contextmanager
 def _ended_as_a_whole() -> Iterator[None]:
-    """If this process is told to end, the runs it has started end with it."""
+    """End the runs of this process with it, if it is told to end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -159,7 +159,7 @@ class Repeated(Job):
 
     @property
     def label(self) -> str:
-        """Before it is decided, with what the first choice has."""
+        """The label of what was chosen, or of the first choice before that is decided."""
         own = super().label
         return own if self.decided else f"{own}, or another of {len(self.rivals)}"
 

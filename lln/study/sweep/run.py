@@ -88,7 +88,7 @@ class Sweep:
         return waiting
 
     def run(self) -> Outcome:
-        """Until all is done, has failed, or the time is up."""
+        """Run jobs until all are done or have failed, or the time is up."""
         self._skip()
         try:
             while True:
@@ -110,7 +110,7 @@ class Sweep:
         return Outcome(*states.values(), diverged=self.diverged)
 
     def _skip(self, *, tidy: bool = True) -> None:
-        """Jobs that have their rows; a pre-training only if all that follows has, too."""
+        """Skip jobs that have their rows; a pre-training only if all that follows has, too."""
         for job in self.jobs:
             if self._has_all_rows(job):
                 job.state = "skipped"
@@ -125,7 +125,7 @@ class Sweep:
         return self.end is not None and time.monotonic() >= self.end
 
     def _start_what_fits(self) -> bool:
-        """Followers first: what they wait for takes room on the disk; whether any was skipped."""
+        """Start followers first, for whose sake checkpoints stay; whether any job was skipped."""
         skipped = sum(job.state == "skipped" for job in self.jobs)
         waiting = [job for job in self.jobs if job.state == "waiting"]
         ready = [
@@ -144,7 +144,7 @@ class Sweep:
         return sum(job.state == "skipped" for job in self.jobs) > skipped
 
     def _is_run_elsewhere(self, job: Job) -> bool:
-        """Two files may hold the same run: the second waits for the first, whose rows are its."""
+        """Whether an earlier job is the same run, as two files may hold it, and gives the rows."""
         name, earlier = (job.kind, job.keys), self.jobs[: self.jobs.index(job)]
         for other in earlier:
             same = (other.kind, other.keys) == name and other.is_decided()

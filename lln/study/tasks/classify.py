@@ -30,7 +30,7 @@ class Classification(RowTask):
     data_mb: float | None = None
 
     def scores(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Of the classes, ``[rows, classes]``."""
+        """Scores of the classes, ``[rows, classes]``."""
         raise NotImplementedError
 
     def in_order(self, split: str) -> Iterator[Mapping[str, Tensor]]:
@@ -71,7 +71,7 @@ class Classification(RowTask):
         }
 
     def note_memory(self, device: torch.device) -> None:
-        """Call at the end of :meth:`prepare`: peaks of memory are counted from here."""
+        """Count peaks of memory from here; called at the end of :meth:`prepare`."""
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self.data_mb = torch.cuda.memory_allocated(device) / 2**20

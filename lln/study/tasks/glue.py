@@ -306,7 +306,7 @@ def _run(
     folder: Path | None,
     **watched: Any,
 ) -> Row:
-    """Every rate, and the row of the best."""
+    """Fine-tune with every rate and make the row of the best."""
     started, (shared, settings) = time.perf_counter(), plan(config, examples)
     pretrained, splits = examples.pretrained, examples.splits
     tried: dict[float, tuple[float, int] | None] = {}

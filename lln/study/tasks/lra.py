@@ -123,7 +123,7 @@ class LRA(Classification):
         }
 
     def prepare(self, device: torch.device) -> None:
-        """All sequences go to the device, a byte per token."""
+        """Put all sequences onto the device, a byte per token."""
         shared: dict[int, Tensor] = {}  # passages that the pairs of all splits point into
         self.parts: dict[str, tuple[Tensor, Tensor, Tensor | None]] = {}
         for name, split in self.arrays.splits.items():

@@ -100,7 +100,7 @@ class Pretrained:
         return model
 
     def _loader(self) -> Callable[..., Any]:
-        """Gives the model, and what was missing and left over."""
+        """A function that gives the model, and what was missing and left over."""
         from transformers import AutoModelForSequenceClassification
 
         from lln import hf
@@ -142,7 +142,7 @@ def _load_whole_layers(folder: Path, **changes: Any) -> tuple[nn.Module, dict[st
 
 
 def _check_body(folder: Path, model: Any, found: Mapping[str, Any]) -> None:
-    """Only the head may be new; what is not stored would start from random weights."""
+    """Refuse a body with weights that are not stored, which would be random; a head may be new."""
     own = f"{model.base_model_prefix}."
     for kind, what in (("missing_keys", "no weights"), ("unexpected_keys", "no place for")):
         names = [name for name in found[kind] if name.startswith(own) and ".pooler." not in name]
@@ -156,7 +156,7 @@ def _check_body(folder: Path, model: Any, found: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _readable(folder: Path) -> Iterator[None]:
-    """What the libraries say of a damaged file, as an error that names it."""
+    """Turn what the libraries say of a damaged file into an error that names it."""
     from safetensors import SafetensorError
 
     try:
@@ -169,7 +169,7 @@ def _readable(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' bar, and its report that a head is new."""
+    """Silence transformers' bar and its report that a head is new."""
     from transformers.utils import logging
 
     loud, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -177,7 +177,7 @@ class Vision(Classification):
         }
 
     def prepare(self, device: torch.device) -> None:
-        """All images go to the device as bytes."""
+        """Put all images onto the device as bytes."""
         self.pixels = torch.tensor(self.images.pixels, device=device)
         self.labels = torch.tensor(self.images.labels, device=device)
         self.index = {

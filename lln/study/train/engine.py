@@ -90,7 +90,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _unsynchronised(self) -> Iterator[None]:
-        """Gradients stay with their process: more micro-batches follow."""
+        """Leave gradients with their process, since more micro-batches follow."""
         if self.world == 1:
             yield
         elif self.config.shard:
@@ -210,7 +210,7 @@ class Engine:
         self.sums.copy_(torch.tensor(keep, dtype=torch.float64))
 
     def gradient_norm(self) -> float:
-        """Of the last update, before clipping."""
+        """The norm of the last gradient, before clipping."""
         return float(_whole(self.norm))
 
     @torch.no_grad()
@@ -273,7 +273,7 @@ class Engine:
 
 
 def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; biases, norms and scales do not."""
+    """Parameters by their decay: matrices have it; biases, norms and scales do not."""
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in learned if parameter.dim() > 1]
     others = [parameter for parameter in learned if parameter.dim() <= 1]
@@ -289,7 +289,7 @@ def stored(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _sharded(root: nn.Module) -> Any:
-    """FSDP2: every repeated layer is a unit, what is left another."""
+    """Shard by FSDP2: every repeated layer is a unit, what is left another."""
     from torch.distributed.fsdp import fully_shard
 
     for module in reversed(list(root.modules())):  # what is inside comes first

@@ -65,7 +65,7 @@ class Graphs:
         return found.result
 
     def _ordinary(self, batches: Sequence[Batch]) -> Tensor:
-        """On a stream of its own, which a later recording asks for."""
+        """Update on a stream of its own, which a later recording asks for."""
         current = torch.cuda.current_stream()
         self.side.wait_stream(current)
         with torch.cuda.stream(self.side):
@@ -74,7 +74,7 @@ class Graphs:
         return result
 
     def _record(self, batches: Sequence[Batch]) -> _Recorded | None:
-        """Recording computes nothing: the first replay does."""
+        """Record without computing: the first replay computes."""
         own = [{name: x.clone() for name, x in batch.items()} for batch in batches]
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

@@ -141,7 +141,7 @@ class _Run:
             runfolder.claim(self.folder, identity(self.task, self.config), configuration)
 
     def _came_to_nothing(self) -> bool:
-        """Also a run too short to be given up: half of its updates left out, or a loss of NaN."""
+        """Whether half of its updates were left out, or its loss is NaN, however short it was."""
         broken = not all(map(math.isfinite, self.metrics.values()))
         return broken or (self.skipped > 0 and 2 * self.skipped >= self.step)
 
@@ -166,7 +166,7 @@ class _Run:
         self.untimed, self.mark = self.untimed - 1, now
 
     def _measured_update(self) -> None:
-        """Uncompiled, as compiled code does not pass by the monitor; it sees one micro-batch."""
+        """Update uncompiled, since compiled code passes the monitor by; it sees one micro-batch."""
         engine, accumulation = self.engine, self.config.accumulation
         measures = self.config.measures or DEFAULT_MEASURES
         options = {"every": accumulation, "measures": measures, "first_step": self.step}
@@ -351,7 +351,7 @@ class _Run:
         return self._measure("test")
 
     def _best_weights(self, step: int) -> Mapping[str, Tensor]:
-        """From memory, or where an earlier call has found them from the folder."""
+        """The weights of a step: kept in memory, or in a checkpoint of an earlier call."""
         if step == 0:
             return stored(self.task.build())
         if self.kept is not None and self.kept[0] == step:

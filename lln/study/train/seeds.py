@@ -27,7 +27,7 @@ def generator(seed: int, *purpose: str | int) -> torch.Generator:
 
 
 def seed_everything(seed: int, device: torch.device) -> None:
-    """What ``torch.manual_seed`` does for the CPU and one device, a hundred times faster.
+    """Seed the CPU and one device as ``torch.manual_seed`` does, a hundred times faster.
 
     That one also remembers the seed, and where it was given, for all kinds of devices that are not
     there.

@@ -33,7 +33,7 @@ class Task:
     keeps_best: bool = False
 
     def prepare(self, device: torch.device) -> None:
-        """Called once, before everything else: load data, onto the device if that is faster."""
+        """Load data, onto the device if that is faster; called once, before everything else."""
 
     def build(self) -> nn.Module:
         """The model, from the seed alone: use :func:`lln.study.train.seeds.seeded`."""

@@ -42,7 +42,7 @@ def matrix_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """As the eager attention of transformers: the N x N matrix, softmax in float32.
+    """Attend by the N x N matrix as transformers' eager attention does, softmax in float32.
 
     Raises:
         ValueError: A mask per query-key pair: encoders only.

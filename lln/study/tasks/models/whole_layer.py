@@ -21,7 +21,7 @@ def replaces_layer(attention: str) -> bool:
 
 
 class WholeLayer(nn.Module):
-    """Called as a RobertaLayer; of its arguments the mask is read."""
+    """A layer that is called as a RobertaLayer and reads the mask of its arguments."""
 
     def __init__(self, config: Any, attention: str, index: int, options: dict[str, Any]) -> None:
         super().__init__()
