@@ -28,7 +28,9 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
 class Call:
     """What an implementation is asked to do: all that its refusal may depend on.
 
-    ``needs`` names features beyond the plain op: ``"dropout"``, ``"learned_mix"``, ``"state"``.
+    ``needs`` names features beyond the plain op: ``"dropout"``, ``"learned_mix"``, ``"state"``,
+    ``"windows"`` (overlapping blocks, sinks), ``"masked_sinks"``, ``"features"`` (of one's own for
+    the LLN branch).
     ``is_causal`` and ``block`` are given for ops that have them as options.
     """
 

@@ -59,6 +59,48 @@ def check_heads(q: Tensor, key_heads: int, width: int) -> None:
         raise ValueError(f"q has width {q.shape[3]} but the keys have {width}; they must be equal")
 
 
+def check_features(
+    q: Tensor, k: Tensor, q_features: Tensor | None, k_features: Tensor | None, alpha: object
+) -> None:
+    """Both features or neither, of one width, for the tokens and heads of q and k, with scales."""
+    if q_features is None and k_features is None:
+        return
+    if q_features is None or k_features is None:
+        missing = "q_features" if q_features is None else "k_features"
+        raise ValueError(f"{missing} is missing; pass q_features and k_features, or neither")
+    for name, x, like in (("q_features", q_features, q), ("k_features", k_features, k)):
+        check_floating(name, x)
+        check_alike(name, x, "q", q)
+        if x.dim() != 4 or x.shape[:3] != like.shape[:3]:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}; pass [batch, heads, tokens, slots] = "
+                f"{[*like.shape[:3]]} and any number of slots"
+            )
+    if q_features.shape[-1] != k_features.shape[-1]:
+        raise ValueError(
+            f"q_features has {q_features.shape[-1]} slots, k_features {k_features.shape[-1]}; "
+            "they must be equal"
+        )
+    if alpha is None:
+        raise ValueError(
+            "q_features and k_features need alpha and beta: what is matched from q and k does not "
+            "hold for features of your own; pass numbers, e.g. 1.0 if they are scaled already, or "
+            "those of lln.moments.match_features"
+        )
+
+
+def check_features_alone(q_features: Tensor, k_features: Tensor) -> None:
+    """Log-features ``[B, H, N, S]`` and ``[B, Hkv, M, S]`` of one kind."""
+    for name, x in (("q_features", q_features), ("k_features", k_features)):
+        check_floating(name, x)
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}; pass [batch, heads, tokens, slots]"
+            )
+    check_alike("q_features", q_features, "k_features", k_features)
+    check_heads(q_features, k_features.shape[1], k_features.shape[3])
+
+
 def check_floating(name: str, x: object) -> None:
     """Check that x is a floating-point tensor."""
     if not isinstance(x, Tensor):
@@ -155,6 +197,31 @@ def as_scale(name: str, value: float | Tensor, batch: int, heads: int, like: Ten
         values = value.detach()
         good = bool((values.isfinite() & (values >= 0)).all())
         _check_scale_values(name, values.tolist(), good)
+    return value.to(device=like.device, dtype=dtype).expand(batch, heads)
+
+
+def as_level(name: str, value: float | Tensor, batch: int, heads: int, like: Tensor) -> Tensor:
+    """``gamma`` as a tensor ``[B, heads]`` of the compute dtype, of any sign; gradients flow."""
+    dtype = compute_dtype(like)
+    if not isinstance(value, Tensor):
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(
+                f"{name} is a {type(value).__name__}; pass a number, or a tensor [{heads}] or "
+                f"[{batch}, {heads}]"
+            )
+        if not math.isfinite(value):
+            raise ValueError(f"{name}={value} must be finite; leave it out to have it measured")
+        return _constant(float(value), dtype, like.device).expand(batch, heads)
+    check_floating(name, value)
+    if tuple(value.shape) not in ((), (heads,), (batch, heads)):
+        raise ValueError(
+            f"{name} has shape {list(value.shape)}; pass a number, [heads] = [{heads}] or "
+            f"[batch, heads] = [{batch}, {heads}]"
+        )
+    if may_look_at(value) and not bool(value.detach().isfinite().all()):
+        raise ValueError(
+            f"{name}={value.tolist()} must be finite; leave it out to have it measured"
+        )
     return value.to(device=like.device, dtype=dtype).expand(batch, heads)
 
 

@@ -18,34 +18,42 @@ def lln_diag(
     beta: Float[Tensor, "B Hkv"],
     block: int,
     scale: float,
+    overlap: int = 0,
+    sinks: int = 0,
     key_mask: Bool[Tensor, "B M"] | None = None,
     is_causal: bool = False,
     normalize_keys: bool = False,
     mix: Float[Tensor, " H"] | None = None,
-    slot_dropout: Float[Tensor, "B H N D"] | None = None,
-    probability_dropout: Float[Tensor, "B H N C"] | None = None,
+    q_far: Float[Tensor, "B H N S"] | None = None,
+    k_far: Float[Tensor, "B Hkv M S"] | None = None,
+    slot_dropout: Float[Tensor, "B H N S"] | None = None,
+    probability_dropout: Float[Tensor, "B H N W"] | None = None,
     impl: str | None = None,
 ) -> Float[Tensor, "B H N E"]:
     """The average of LLN attention and block-diagonal softmax attention (Fig. 3).
 
     Args:
+        overlap, sinks: Keys beyond its block that a query sees, as in :func:`near_far`.
         mix: Weight of the LLN branch per head; None is the paper's average, 0.5.
+        q_far, k_far: What the LLN branch sees instead of q and k, of any width S.
         slot_dropout, probability_dropout: As in the two branches.
         impl: "triton", "eager" or "reference"; None takes the fastest that accepts the tensors.
 
     Numerics: the branches are added in float32 or wider and rounded once.
     """
-    extra = {
-        name: value
-        for name, value in (
-            ("mix", mix),
-            ("slot_dropout", slot_dropout),
-            ("probability_dropout", probability_dropout),
-        )
-        if value is not None
+    options = {
+        "mix": (mix, "learned_mix"),
+        "overlap": (overlap or None, "windows"),
+        "sinks": (sinks or None, "windows"),
+        "q_far": (q_far, "features"),
+        "k_far": (k_far, "features"),
+        "slot_dropout": (slot_dropout, "dropout"),
+        "probability_dropout": (probability_dropout, "dropout"),
     }
-    needs = frozenset("learned_mix" if name == "mix" else "dropout" for name in extra)
-    return choose(Call("lln_diag", q, k, v, needs, is_causal, block), impl).lln_diag(
+    extra = {name: value for name, (value, _) in options.items() if value is not None}
+    needs = frozenset(need for value, need in options.values() if value is not None)
+    seen = q if q_far is None else q_far, k if k_far is None else k_far
+    return choose(Call("lln_diag", *seen, v, needs, is_causal, block), impl).lln_diag(
         q,
         k,
         v,

@@ -1,34 +1,58 @@
-"""LLN+Diag with the LLN branch by Triton kernels and the blocks by plain PyTorch.
+"""Both branches on a GPU where no kernel of ours fuses them: torch's kernels beside ours.
 
-For blocks that no kernel takes (too large, or fewer queries than keys): the branch that grows with
-the sequence keeps its kernel.
+LLN+Diag whose blocks no kernel takes (too large, overlapping, or fewer queries than keys): the LLN
+branch, which grows with the sequence, by its Triton kernel, and the near keys by torch. Near and
+far under one normaliser: the near keys by flex_attention, the far ones by plain PyTorch.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from lln.ops import eager, triton
+from lln.ops import eager, flex, triton
 from lln.ops.eager.parts import blend
 from lln.protocols import Call
 
 
 def refuses(call: Call) -> str | None:
-    """Why the LLN branch has no kernel for these tensors, or None."""
+    """Why the branches have no kernel for these tensors, or None."""
+    if call.op == "near_far":
+        if call.needs:
+            return f"flex_attention is not used with {', '.join(sorted(call.needs))}"
+        return flex.refuses(call.q, call.k, call.v)
     if call.op != "lln_diag":
         return f"{call.op} has no two branches; this is for LLN+Diag"
     linear = "causal" if call.is_causal else "bidirectional"
     return triton.refuses(Call(linear, call.q, call.k, call.v, call.needs, call.is_causal))
 
 
+def near_far(
+    q, k, v, *, block, scale, overlap=0, sinks=0, key_mask=None, is_causal=False, **options: Any
+) -> Tensor:  # fmt: skip
+    """Near keys by flex_attention, far ones by LLN, one normaliser."""
+    window = {"block": block, "overlap": overlap, "sinks": sinks, "scale": scale}
+    masks = {"key_mask": key_mask, "is_causal": is_causal}
+    local = flex.near(q, k, v, **window, **masks)
+    return eager.near_far(q, k, v, local=local, **window, **masks, **options)
+
+
 def lln_diag(
     q, k, v, *, alpha, beta, block, scale, key_mask=None, is_causal=False, normalize_keys=False,
-    mix=None,
+    mix=None, overlap=0, sinks=0, q_far=None, k_far=None,
 ) -> Tensor:  # fmt: skip
-    """mix · LLN + (1 − mix) · block-diagonal softmax (Fig. 3); the average if ``mix`` is None."""
+    """mix · LLN + (1 − mix) · softmax over near keys (Fig. 3); the average if ``mix`` is None."""
     attend = triton.causal if is_causal else triton.bidirectional
     scales = {"alpha": alpha, "beta": beta, "normalize_keys": normalize_keys}
-    linear = attend(q, k, v, key_mask=key_mask, **scales)
+    far = q if q_far is None else q_far, k if k_far is None else k_far
+    linear = attend(*far, v, key_mask=key_mask, **scales)
     masks = {"key_mask": key_mask, "is_causal": is_causal}
-    local = eager.block_diagonal(q, k, v, block=block, scale=scale, wide=True, **masks)
+    window = {"block": block, "overlap": overlap, "sinks": sinks, "scale": scale}
+    if flex.refuses(q, k, v) is None and not (sinks and key_mask is not None):
+        local, _ = flex.near(q, k, v, **window, **masks)
+    elif overlap or sinks:
+        local = eager.near(q, k, v, wide=True, **window, **masks)
+    else:
+        local = eager.block_diagonal(q, k, v, block=block, scale=scale, wide=True, **masks)
     return blend(linear, local, mix, q.dtype)

@@ -19,9 +19,9 @@ from lln.protocols import Call, compute_dtype
 
 
 def refuses(call: Call) -> str | None:
-    """The reference has no options: no dropout, no learned mix, no state before causal keys."""
-    if call.needs:
-        return f"the O(N²) reference does not know {', '.join(sorted(call.needs))}"
+    """The reference has no dropout and no state before causal keys."""
+    if unknown := call.needs - {"learned_mix", "windows", "features", "masked_sinks"}:
+        return f"the O(N²) reference does not know {', '.join(sorted(unknown))}"
     return None
 
 
@@ -45,6 +45,31 @@ def visible(
         seen = seen & same
     seen = seen[None, None]
     return seen if key_mask is None else seen & key_mask[:, None, None, :]
+
+
+def near_field(
+    queries: int,
+    keys: int,
+    *,
+    block: int,
+    overlap: int = 0,
+    sinks: int = 0,
+    key_mask: Bool[Tensor, "B M"] | None = None,
+    is_causal: bool = False,
+    device: torch.device | str | None = None,
+) -> Bool[Tensor, "#B 1 N M"]:
+    """Which of the keys that a query sees are near it: window and sinks.
+
+    The window of block b is C·b − overlap … C·(b+1) + overlap − 1; sinks are the first valid keys.
+    """
+    seen = visible(queries, keys, key_mask=key_mask, is_causal=is_causal, device=device)
+    i = torch.arange(queries, device=device)[:, None] + keys - queries
+    j = torch.arange(keys, device=device)[None, :]
+    start = i.div(block, rounding_mode="floor") * block
+    window = (j >= start - overlap) & (j < start + block + overlap)
+    valid = torch.ones(1, keys, dtype=torch.bool, device=device) if key_mask is None else key_mask
+    first = valid & (valid.cumsum(1) <= sinks)
+    return seen & (window[None, None] | first[:, None, None, :])
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
@@ -141,6 +166,67 @@ def block_diagonal_matrix(
     return normalize_rows(softmax_scores(q, k, scale=scale), seen)
 
 
+def near_matrix(
+    q: Tensor,
+    k: Tensor,
+    *,
+    block: int,
+    overlap: int = 0,
+    sinks: int = 0,
+    scale: float,
+    key_mask: Bool[Tensor, "B M"] | None = None,
+    is_causal: bool = False,
+) -> Float[Tensor, "B H N M"]:
+    """Softmax attention over the near keys: blocks that overlap, and sinks."""
+    near = near_field(
+        q.shape[2], k.shape[2], block=block, overlap=overlap, sinks=sinks, key_mask=key_mask,
+        is_causal=is_causal, device=q.device,
+    )  # fmt: skip
+    if key_mask is not None:
+        k = k.masked_fill(~key_mask[:, None, :, None], 0)
+    return normalize_rows(softmax_scores(q, k, scale=scale), near)
+
+
+def near_far_matrix(
+    q: Tensor,
+    k: Tensor,
+    *,
+    q_far: Tensor,
+    k_far: Tensor,
+    alpha: Float[Tensor, "B H"],
+    beta: Float[Tensor, "B Hkv"],
+    gamma: Float[Tensor, "B H"],
+    block: int,
+    overlap: int = 0,
+    sinks: int = 0,
+    scale: float,
+    far: str = "others",
+    key_mask: Bool[Tensor, "B M"] | None = None,
+    is_causal: bool = False,
+    normalize_keys: bool = False,
+) -> Float[Tensor, "B H N M"]:
+    """One normaliser for weights e^s of near keys and e^γ Σ_l e^(α q_il + β k_jl) of far ones.
+
+    Far are the keys that are not near ("others"), or every visible key ("all").
+    """
+    queries, keys = q.shape[2], k.shape[2]
+    seen = visible(queries, keys, key_mask=key_mask, is_causal=is_causal, device=q.device)
+    near = near_field(
+        queries, keys, block=block, overlap=overlap, sinks=sinks, key_mask=key_mask,
+        is_causal=is_causal, device=q.device,
+    )  # fmt: skip
+    if key_mask is not None:
+        hidden = ~key_mask[:, None, :, None]
+        k, k_far = k.masked_fill(hidden, 0), k_far.masked_fill(hidden, 0)
+    exact = softmax_scores(q, k, scale=scale)
+    linear = lln_scores(q_far, k_far, alpha=alpha, beta=beta, normalize_keys=normalize_keys)
+    linear = linear + gamma[..., None, None]
+    if far == "others":
+        return normalize_rows(torch.where(near, exact, linear), seen)
+    both = torch.logaddexp(exact, linear)
+    return normalize_rows(torch.where(near, both, linear), seen)
+
+
 def _rounded_once(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Compute in float32 or wider and return the dtype of q."""
 
@@ -185,15 +271,41 @@ def block_diagonal(q, k, v, *, block, scale, key_mask=None, is_causal=False) -> 
 
 @_rounded_once
 def lln_diag(
-    q, k, v, *, alpha, beta, block, scale, key_mask=None, is_causal=False, normalize_keys=False
-) -> Tensor:
-    """LLN+Diag of Fig. 3: the average of the two branches."""
-    lln = causal if is_causal else bidirectional
-    linear = lln(q, k, v, alpha=alpha, beta=beta, key_mask=key_mask, normalize_keys=normalize_keys)
-    local = block_diagonal(
-        q, k, v, block=block, scale=scale, key_mask=key_mask, is_causal=is_causal
-    )
-    return (linear + local) / 2
+    q, k, v, *, alpha, beta, block, scale, overlap=0, sinks=0, mix=None, q_far=None, k_far=None,
+    key_mask=None, is_causal=False, normalize_keys=False,
+) -> Tensor:  # fmt: skip
+    """LLN+Diag of Fig. 3: the average of the two branches, or with the weight ``mix`` of LLN."""
+    scales = {"alpha": alpha, "beta": beta, "normalize_keys": normalize_keys}
+    masks = {"key_mask": key_mask, "is_causal": is_causal}
+    q_far, k_far = q if q_far is None else q_far, k if k_far is None else k_far
+    linear = lln_matrix(q_far.to(q.dtype), k_far.to(q.dtype), **scales, **masks)
+    local = near_matrix(q, k, block=block, scale=scale, overlap=overlap, sinks=sinks, **masks)
+    weight = 0.5 if mix is None else mix.to(q.dtype)[:, None, None]
+    return attend(weight * linear + (1 - weight) * local, v, key_mask)
+
+
+@_rounded_once
+def near(q, k, v, *, block, scale, overlap=0, sinks=0, key_mask=None, is_causal=False) -> Tensor:
+    """Softmax attention over the near keys."""
+    p = near_matrix(
+        q, k, block=block, overlap=overlap, sinks=sinks, scale=scale, key_mask=key_mask,
+        is_causal=is_causal,
+    )  # fmt: skip
+    return attend(p, v, key_mask)
+
+
+@_rounded_once
+def near_far(
+    q, k, v, *, q_far, k_far, alpha, beta, gamma, block, scale, overlap=0, sinks=0, far="others",
+    key_mask=None, is_causal=False, normalize_keys=False,
+) -> Tensor:  # fmt: skip
+    """Near keys exactly, far keys by LLN, under one normaliser."""
+    p = near_far_matrix(
+        q, k, q_far=q_far.to(q.dtype), k_far=k_far.to(q.dtype), alpha=alpha, beta=beta,
+        gamma=gamma, block=block, overlap=overlap, sinks=sinks, scale=scale, far=far,
+        key_mask=key_mask, is_causal=is_causal, normalize_keys=normalize_keys,
+    )  # fmt: skip
+    return attend(p, v, key_mask)
 
 
 def summarize(k, v, *, beta, key_mask=None, normalize_keys=False) -> tuple[Tensor, Tensor]:

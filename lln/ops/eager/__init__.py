@@ -13,6 +13,7 @@ from lln.ops.arguments import transforms_active
 from lln.ops.eager import fused_blocks
 from lln.ops.eager.block_diagonal import block_diagonal_op
 from lln.ops.eager.causal import causal_op
+from lln.ops.eager.near_far import near, near_far
 from lln.ops.eager.parts import causal_by_parts
 from lln.ops.eager.state import merge, read_op, summarize_op
 from lln.ops.eager.varlen import varlen_op
@@ -24,6 +25,8 @@ __all__ = [
     "causal",
     "lln_diag",
     "merge",
+    "near",
+    "near_far",
     "read",
     "refuses",
     "summarize",
@@ -94,17 +97,21 @@ def lln_diag(
     beta,
     block,
     scale,
+    overlap=0,
+    sinks=0,
     key_mask=None,
     is_causal=False,
     normalize_keys=False,
     mix=None,
+    q_far=None,
+    k_far=None,
     slot_dropout=None,
     probability_dropout=None,
 ) -> Tensor:
-    """mix · LLN + (1 − mix) · block-diagonal softmax; the average if ``mix`` is None."""
+    """mix · LLN + (1 − mix) · softmax over near keys; the average if ``mix`` is None."""
     linear = (causal if is_causal else bidirectional)(
-        q,
-        k,
+        q if q_far is None else q_far,
+        k if k_far is None else k_far,
         v,
         alpha=alpha,
         beta=beta,
@@ -113,7 +120,8 @@ def lln_diag(
         slot_dropout=slot_dropout,
         wide=True,
     )
-    local = block_diagonal(
+    window = {"overlap": overlap, "sinks": sinks} if overlap or sinks else {}
+    local = (near if window else block_diagonal)(
         q,
         k,
         v,
@@ -123,6 +131,7 @@ def lln_diag(
         is_causal=is_causal,
         probability_dropout=probability_dropout,
         wide=True,
+        **window,
     )
     if mix is None and transforms_active():  # which refuse to write in place
         return (0.5 * (linear + local)).to(q.dtype)

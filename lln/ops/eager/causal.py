@@ -80,8 +80,10 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(*tensors, output[1])
 
 
-def _differentiate(ctx, d_out, _d_row_mass):
-    *grads, d_mass, d_mean = causal_backward(d_out, *ctx.saved_tensors, ctx.normalize_keys)
+def _differentiate(ctx, d_out, d_row_mass):
+    *grads, d_mass, d_mean = causal_backward(
+        d_out, d_row_mass, *ctx.saved_tensors, ctx.normalize_keys
+    )
     return *grads, None, d_mass, d_mean, None, None, None
 
 

@@ -1,6 +1,6 @@
 """The backward pass of causal LLN attention: one walk over rows, one walk back over keys.
 
-    dq_il = α Σ_{j≤i} W_ijl (D_il v_j·dO_i − δ_i),   δ_i = dO_i · out_i
+    dq_il = α Σ_{j≤i} W_ijl (D_il v_j·dO_i − δ_i),   δ_i = dO_i · out_i − dℓ_i
     dk_jl = β Σ_{i≥j} W_ijl (D_il v_j·dO_i − δ_i),   dv_j = Σ_{i≥j} Σ_l D_il W_ijl dO_i
 
 Inside tiles the same squares or fully visible rectangles as in the forward pass; between tiles the
@@ -65,6 +65,7 @@ class _Segment:
     values: Tensor  # [X, n, E]
     kept: Tensor | None  # dropout of the slots [X, n, D]
     d_out: Tensor  # [X, n, E]
+    d_row_mass: Tensor | None  # [X, n]
     row_mass: Tensor  # [X, n]
 
     def tiles(self, x: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ class _RowSide:
 
     inside: Square | Tree  # weights within the tiles
     exact: Tensor  # correction of exp(−ℓ) [X, n]
-    delta: Tensor  # dO_i · out_i         [X, n]
+    delta: Tensor  # dO_i · out_i − dℓ_i  [X, n]
     d_a: Tensor  # [X, n, D]
 
 
@@ -104,6 +105,8 @@ def _row_side(segment: _Segment, log_mass: Tensor, mean: Tensor) -> _RowSide:
     inside.scale_(exact)
     pull = segment.dropped(pull)
     delta = pull.sum(-1)
+    if segment.d_row_mass is not None:
+        delta = delta - segment.d_row_mass
     return _RowSide(inside, exact, delta, pull - seen * delta[..., None])
 
 
@@ -121,7 +124,13 @@ def _key_side(segment: _Segment, rows: _RowSide, future: _Future) -> tuple[Tenso
 
 
 def _backward_segment(
-    inputs: Inputs, part: slice, d_out: Tensor, row_mass: Tensor, state, future: _Future
+    inputs: Inputs,
+    part: slice,
+    d_out: Tensor,
+    d_row_mass: Tensor | None,
+    row_mass: Tensor,
+    state,
+    future: _Future,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of α q, β k (expanded) and v (expanded) for one segment."""
     tile, length = inputs.tile, part.stop - part.start
@@ -132,6 +141,7 @@ def _backward_segment(
         inputs.values(part),
         inputs.kept(part),
         pad(d_out[:, :, part].to(inputs.dtype).flatten(0, 1), tile),
+        None if d_row_mass is None else pad(d_row_mass[:, :, part].flatten(0, 1), tile),
         pad(row_mass[:, :, part].flatten(0, 1), tile, torch.inf),
     )
     rows = _row_side(segment, *state)
@@ -140,7 +150,19 @@ def _backward_segment(
 
 
 def _causal_backward(
-    d_out, q, k, v, alpha, beta, key_mask, log_mass, mean, slot_dropout, row_mass, normalize_keys
+    d_out,
+    d_row_mass,
+    q,
+    k,
+    v,
+    alpha,
+    beta,
+    key_mask,
+    log_mass,
+    mean,
+    slot_dropout,
+    row_mass,
+    normalize_keys,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = Inputs(q, k, v, alpha, beta, key_mask, slot_dropout, normalize_keys)
     d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -157,7 +179,9 @@ def _causal_backward(
     first_mass, first_mean = states[0]
     future = _Future(first_mass, first_mean)
     for part, state in zip(reversed(parts), reversed(states), strict=False):
-        d_a, d_f, d_values = _backward_segment(inputs, part, d_out, row_mass, state, future)
+        d_a, d_f, d_values = _backward_segment(
+            inputs, part, d_out, d_row_mass, row_mass, state, future
+        )
         d_a = d_a.unflatten(0, q.shape[:2])
         d_q[:, :, part] = d_a * alpha[..., None, None]
         d_alpha += (d_a * q[:, :, part]).sum((-1, -2))
@@ -171,7 +195,19 @@ def _causal_backward(
 
 
 def _causal_backward_shapes(
-    d_out, q, k, v, alpha, beta, key_mask, log_mass, mean, slot_dropout, row_mass, normalize_keys
+    d_out,
+    d_row_mass,
+    q,
+    k,
+    v,
+    alpha,
+    beta,
+    key_mask,
+    log_mass,
+    mean,
+    slot_dropout,
+    row_mass,
+    normalize_keys,
 ):
     inputs = (q, k, v, alpha, beta, log_mass, mean)
     return tuple(torch.empty_like(x) for x in inputs)
@@ -179,9 +215,9 @@ def _causal_backward_shapes(
 
 causal_backward = register(
     "causal_backward_eager"
-    "(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor? key_mask, "
-    "Tensor log_mass, Tensor mean, Tensor? slot_dropout, Tensor row_mass, bool normalize_keys)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor d_out, Tensor? d_row_mass, Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, "
+    "Tensor? key_mask, Tensor log_mass, Tensor mean, Tensor? slot_dropout, Tensor row_mass, "
+    "bool normalize_keys) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     without_autocast(_causal_backward),
     _causal_backward_shapes,
     batched=True,

@@ -7,8 +7,9 @@ number run one by one where positions count, since bottom-right alignment and pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,13 +43,13 @@ class _Group:
         for row, part in enumerate(parts):
             target[part] = x[row, :, : part.stop - part.start].transpose(0, 1)
 
-    def key_mask(self, key_mask: Tensor | None, device: torch.device) -> Tensor:
-        """True where a valid key stands, ``[S, longest]``."""
-        longest = max(part.stop - part.start for part in self.keys)
-        mask = torch.zeros(len(self.keys), longest, dtype=torch.bool, device=device)
-        for row, part in enumerate(self.keys):
+    def mask(self, valid: Tensor | None, parts: list[slice], device: torch.device) -> Tensor:
+        """True where a valid token stands, ``[S, longest]``."""
+        longest = max(part.stop - part.start for part in parts)
+        mask = torch.zeros(len(parts), longest, dtype=torch.bool, device=device)
+        for row, part in enumerate(parts):
             length = part.stop - part.start
-            mask[row, :length] = True if key_mask is None else key_mask[part]
+            mask[row, :length] = True if valid is None else valid[part]
         return mask
 
 
@@ -68,6 +69,43 @@ def _groups(cu_q: Tensor, cu_k: Tensor, positions_count: bool) -> Iterator[_Grou
             [slice(starts_q[s], starts_q[s + 1]) for s in members],
             [slice(starts_k[s], starts_k[s + 1]) for s in members],
         )
+
+
+def in_groups(
+    attend: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    *,
+    alpha: Tensor,
+    beta: Tensor,
+    gamma: Tensor | None,
+    key_mask: Tensor | None,
+    query_mask: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """Call ``attend`` on padded batches of the sequences, where no operator takes them packed.
+
+    It gets ``q, k, v [S, H, longest, D]``, their masks, and the scales of their sequences. torch
+    differentiates it.
+    """
+    out = q.new_zeros((*q.shape[:2], v.shape[-1]))
+    for group in _groups(cu_q, cu_k, positions_count=True):
+        attended = attend(
+            group.pad(q, group.queries),
+            group.pad(k, group.keys),
+            group.pad(v, group.keys),
+            query_mask=group.mask(query_mask, group.queries, q.device),
+            key_mask=group.mask(key_mask, group.keys, k.device),
+            alpha=alpha[group.members],
+            beta=beta[group.members],
+            gamma=None if gamma is None else gamma[group.members],
+            **options,
+        )
+        group.unpad_(out, attended, group.queries)
+    return out
 
 
 def _attend(q, k, v, alpha, beta, key_mask, block, scale, is_causal, normalize_keys) -> Tensor:
@@ -90,7 +128,7 @@ def _varlen(
             group.pad(v, group.keys),
             alpha[group.members],
             beta[group.members],
-            group.key_mask(key_mask, k.device),
+            group.mask(key_mask, group.keys, k.device),
             block,
             scale,
             is_causal,
@@ -117,7 +155,7 @@ def _causal_backward(d_out, q, k, v, alpha, beta, key_mask, normalize_keys):
     square = q[:, :, blind:], k[:, :, early:], v[:, :, early:], alpha, beta, key_mask[:, early:]
     _, row_mass = causal_op(*square, *state, None, normalize_keys, False)
     d_q, d_k, d_v, d_alpha, d_beta, *d_state = causal_backward(
-        d_out[:, :, blind:], *square, *state, None, row_mass, normalize_keys
+        d_out[:, :, blind:], None, *square, *state, None, row_mass, normalize_keys
     )
     d_early_k, d_early_v, d_early_beta = summarize_backward(
         *d_state, *prefix, *state, normalize_keys
@@ -160,7 +198,7 @@ def _varlen_backward(
             group.pad(v, group.keys),
             alpha[group.members],
             beta[group.members],
-            group.key_mask(key_mask, k.device),
+            group.mask(key_mask, group.keys, k.device),
             block,
             scale,
             is_causal,

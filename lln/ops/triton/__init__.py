@@ -67,6 +67,8 @@ def refuses(call: Call) -> str | None:
         return f"widths D={q.shape[-1]}, E={v.shape[-1]}; the kernels take {WIDTHS}"
     if "dropout" in call.needs:
         return "dropout of attention weights is not fused"
+    if call.op == "lln_diag" and call.needs & {"windows", "features"}:
+        return "overlapping blocks, sinks and features of their own are not fused with LLN"
     if call.op == "varlen":
         return _refuses_packed(call)
     return _refuses_causal(call) or _refuses_blocks(call)

@@ -1,0 +1,66 @@
+"""Near and far on a GPU: flex_attention beside plain PyTorch, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lln
+from lln.ops.near_far import near_far
+from tests.helpers import relative_error, run_with_grads
+
+pytestmark = pytest.mark.gpu
+
+WINDOWS = [(128, 0, 0), (128, 64, 0), (64, 32, 4), (256, 0, 0)]
+
+
+def tensors(tokens=1024, width=64) -> dict:
+    names = {"q": 4, "k": 2, "v": 2, "q_far": 4, "k_far": 2}
+    given = {name: torch.randn(2, heads, tokens, width) for name, heads in names.items()}
+    scales = {
+        "alpha": torch.rand(2, 4) + 1,
+        "beta": torch.rand(2, 2) + 1,
+        "gamma": torch.randn(2, 4),
+    }
+    return {name: x.cuda() for name, x in {**given, **scales}.items()}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("far", ["others", "all"])
+@pytest.mark.parametrize("block, overlap, sinks", WINDOWS)
+def test_bfloat16_against_float64(block, overlap, sinks, far, is_causal, masked):
+    given = tensors()
+    mask = torch.rand(2, 1024, device="cuda") > 0.2 if masked else None
+    options = {"block": block, "overlap": overlap, "sinks": sinks, "scale": 0.125, "far": far}
+    options |= {"is_causal": is_causal, "key_mask": mask}
+    half = {name: x.bfloat16() if x.dim() == 4 else x for name, x in given.items()}
+    d_out = torch.randn(2, 4, 1024, 64, device="cuda").bfloat16()
+    exact = run_with_grads(
+        lambda **t: near_far(**t, **options, impl="eager"),
+        {name: x.double() for name, x in half.items()},
+        d_out.double(),
+    )
+    found = run_with_grads(lambda **t: near_far(**t, **options), half, d_out)
+    for name, expected in exact.items():
+        assert relative_error(found[name], expected) < 0.02, name
+
+
+def test_flex_attention_is_taken_where_it_can_be():
+    q, k, v = (tensors()[name].bfloat16() for name in "qkv")
+    options = {"diag_block": 128, "mix": "joint"}
+    assert lln.which(q, k, v, **options) == "mixed"
+    assert lln.which(q.float(), k.float(), v.float(), **options) == "eager"
+
+
+def test_a_compiled_training_step():
+    q, k, v = (tensors()[name].bfloat16().requires_grad_() for name in "qkv")
+    options = {"diag_block": 128, "diag_overlap": 64, "mix": "joint"}
+
+    def step(q, k, v):
+        return lln.attention(q, k, v, method="entropy", **options).float().square().mean()
+
+    plain = torch.autograd.grad(step(q, k, v), (q, k, v))
+    compiled = torch.autograd.grad(torch.compile(step)(q, k, v), (q, k, v))
+    for one, other in zip(plain, compiled, strict=True):
+        assert relative_error(other, one.double()) < 0.02
