@@ -4,10 +4,14 @@ Start at :func:`calibrate` (from q and k) or :func:`match_moments` (from their d
     line.py         the paper's straight line: MomentFit, PAPER, fit_line (A.7)
     curves.py       the exact curves that replace it, read from a small table
     quadrature.py   the integrals that the table was made from, by tabulate.py
+    levels.py       match_level: gamma of one normaliser for near and far keys
+    features.py     match_features: the scale of any positive features, by measured entropy
     statistics.py   what is measured: standard_deviations, score_variance
 """
 
 from lln.moments.calibration import calibrate
+from lln.moments.features import match_features, softmax_entropy
+from lln.moments.levels import match_level
 from lln.moments.line import PAPER, MomentFit, fit_line
 from lln.moments.matching import match_moments
 from lln.moments.statistics import score_variance, standard_deviations
@@ -17,7 +21,10 @@ __all__ = [
     "MomentFit",
     "calibrate",
     "fit_line",
+    "match_features",
+    "match_level",
     "match_moments",
     "score_variance",
+    "softmax_entropy",
     "standard_deviations",
 ]
