@@ -14,7 +14,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lln.functional import block_scale, check_block_options, check_pair, explain_sdpa_arguments
+from lln.functional import check_pair, explain_sdpa_arguments
 from lln.moments import standard_deviations
 from lln.moments.calibration import match_heads
 from lln.ops.arguments import as_scale, autocast, check_mask, check_positive_int, check_qkv
@@ -24,6 +24,7 @@ from lln.ops.dispatch import choose
 from lln.ops.eager.features import finite_or_zero
 from lln.ops.eager.parts import blend
 from lln.ops.eager.state import merge
+from lln.ops.local import read_local
 from lln.ops.state import State
 from lln.protocols import Call, compute_dtype
 
@@ -85,7 +86,7 @@ def attention(
     check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k)
     check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q)
     check_pair(alpha, beta, is_causal)
-    check_block_options(scale, diag_block)
+    near = read_local(head_dim=q.shape[-1], diag_block=diag_block, scale=scale)
     _check_group(group)
     if impl == "reference":
         raise ValueError("impl='reference' has no states to exchange; pass 'triton' or 'eager'")
@@ -100,15 +101,14 @@ def attention(
     }
     options = {"key_mask": key_mask, "normalize_keys": normalize_keys}
     linear = _linear(q, k, v, group, is_causal, impl, **scales, **options)
-    if diag_block is None:
+    if near is None:
         return linear
-    width = block_scale(scale, diag_block, q.shape[-1])
     local = block_diagonal(
         q,
         k,
         v,
-        block=diag_block,
-        scale=width,
+        block=near.block,
+        scale=near.scale,
         key_mask=key_mask,
         is_causal=is_causal,
         impl=impl,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -12,12 +11,23 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lln.moments.calibration import calibrate, calibrate_packed
+from lln.moments.levels import match_level
 from lln.ops import triton
-from lln.ops.arguments import as_scale, autocast, check_mask, check_positive_int, check_qkv
+from lln.ops.arguments import (
+    as_level,
+    as_scale,
+    autocast,
+    check_features,
+    check_mask,
+    check_qkv,
+)
 from lln.ops.bidirectional import bidirectional
 from lln.ops.causal import causal
 from lln.ops.dispatch import choose, name_of
+from lln.ops.eager.varlen import in_groups
 from lln.ops.lln_diag import lln_diag
+from lln.ops.local import Local, check_level, read_local, read_mix
+from lln.ops.near_far import near_far
 from lln.ops.state import State, read, summarize
 from lln.ops.varlen import check_packed, check_packed_qkv, varlen
 from lln.protocols import Call
@@ -65,7 +75,14 @@ def attention(
     query_mask: Bool[Tensor, "B N"] | None = None,
     is_causal: bool = False,
     diag_block: int | None = None,
+    diag_overlap: int = 0,
+    sinks: int = 0,
     scale: float | None = None,
+    mix: str | float | Tensor = "average",
+    gamma: float | Tensor | None = None,
+    far: str | None = None,
+    q_features: Float[Tensor, "B H N S"] | None = None,
+    k_features: Float[Tensor, "B Hkv M S"] | None = None,
     method: Method = "paper",
     normalize_keys: bool = False,
     impl: str | None = None,
@@ -88,8 +105,19 @@ def attention(
         query_mask: True = a real query. Only used to measure the queries' statistics: outputs of
             masked queries are computed all the same.
         is_causal: Query i sees keys j <= i + M − N. alpha and beta are then required.
-        diag_block: Average with softmax attention inside blocks of this many positions: LLN+Diag.
+        diag_block: Add softmax attention inside blocks of this many positions: LLN+Diag.
+        diag_overlap: Keys before and after its block that a query sees there, too (causal: before).
+        sinks: Number of first valid keys that every query sees there, too.
         scale: Factor of the scores in the blocks, so only with them; 1/sqrt(D) by default.
+        mix: "average" of the two branches (the paper's); or the weight of LLN, a number or
+            ``[H]``; or "joint": one normaliser for both, softmax weights for near keys and LLN's
+            for far ones (our own, docs/guide/near-and-far.md).
+        gamma: For "joint": logarithm of the factor of LLN's weights, a number, ``[H]`` or
+            ``[B, H]``; measured if left out, so needed with ``is_causal``.
+        far: For "joint": LLN attends to the "others" (default), the keys that are not near, or to
+            "all".
+        q_features, k_features: What LLN sees instead of q and k: logarithms of positive features,
+            before alpha and beta, which are then required; any number of slots S.
         method: "paper", "variance", "entropy" or a :class:`lln.moments.MomentFit`.
         normalize_keys: Use log_softmax_l(beta k_j) as key features: the unbiased variant.
         impl: "triton", "mixed", "eager" or "reference", obeyed or refused with the reason; None
@@ -105,10 +133,17 @@ def attention(
         >>> out = lln.attention(q, k, v, key_mask=mask)     # [8, 12, 4096, 64] -> the same
     """
     q, k, v = autocast(q, k, v)
+    if q_features is not None and k_features is not None:
+        q_features, k_features = autocast(q_features, k_features)
     check_qkv(q, k, v)
     check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k)
     check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q)
-    check_block_options(scale, diag_block)
+    local = read_local(
+        head_dim=q.shape[-1], diag_block=diag_block, diag_overlap=diag_overlap, sinks=sinks,
+        scale=scale, mix=mix, gamma=gamma, far=far,
+    )  # fmt: skip
+    check_features(q, k, q_features, k_features, alpha)
+    weight = read_mix(mix, q.shape[1], q)
     scales = _scales(
         q, k, alpha, beta, key_mask, query_mask, is_causal, method, normalize_keys, impl
     )
@@ -117,12 +152,16 @@ def attention(
         "beta": scales[1],
         "key_mask": key_mask,
         "normalize_keys": normalize_keys,
-        "impl": impl,
     }
-    if diag_block is not None:
-        block = {"block": diag_block, "scale": block_scale(scale, diag_block, q.shape[-1])}
-        return lln_diag(q, k, v, is_causal=is_causal, **block, **options)
-    return (causal if is_causal else bidirectional)(q, k, v, **options)
+    if local is None:
+        attend = causal if is_causal else bidirectional
+        features = q if q_features is None else q_features, k if k_features is None else k_features
+        return attend(*features, v, **options, impl=impl)
+    options |= {"is_causal": is_causal, "q_far": q_features, "k_far": k_features}
+    if local.joint:
+        level = _level(q, k, gamma, query_mask, local, **options)
+        return near_far(q, k, v, gamma=level, **options, **local.options, impl=impl)
+    return lln_diag(q, k, v, mix=weight, **options, **local.options, impl=impl)
 
 
 @explain_sdpa_arguments
@@ -139,7 +178,12 @@ def attention_varlen(
     query_mask: Bool[Tensor, " T"] | None = None,
     is_causal: bool = False,
     diag_block: int | None = None,
+    diag_overlap: int = 0,
+    sinks: int = 0,
     scale: float | None = None,
+    mix: str | float | Tensor = "average",
+    gamma: float | Tensor | None = None,
+    far: str | None = None,
     method: Method = "paper",
     normalize_keys: bool = False,
     impl: str | None = None,
@@ -148,8 +192,8 @@ def attention_varlen(
 
     Sequence s holds queries ``cu_seqlens_q[s]:cu_seqlens_q[s+1]`` and the keys of the same range of
     ``cu_seqlens_k`` (of ``cu_seqlens_q`` if left out), as in FlashAttention. The result equals
-    :func:`attention` on each sequence by itself; see there for the options. ``alpha`` and ``beta``
-    may also be ``[S, H]`` and ``[S, Hkv]``.
+    :func:`attention` on each sequence by itself; see there for the options. ``alpha``, ``beta`` and
+    ``gamma`` may also be ``[S, H]``, ``[S, Hkv]`` and ``[S, H]``.
 
     Args:
         q, k, v: ``[T, H, D]``, ``[Tk, Hkv, D]`` and ``[Tk, Hkv, E]``: the tokens of all sequences.
@@ -164,36 +208,63 @@ def attention_varlen(
     q, k, v = autocast(q, k, v)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, key_mask, query_mask)
-    check_block_options(scale, diag_block)
+    local = read_local(
+        head_dim=q.shape[-1], diag_block=diag_block, diag_overlap=diag_overlap, sinks=sinks,
+        scale=scale, mix=mix, gamma=gamma, far=far,
+    )  # fmt: skip
     check_pair(alpha, beta, is_causal)
+    weight = read_mix(mix, q.shape[1], q)
     sequences, heads, key_heads = len(cu_seqlens_q) - 1, q.shape[1], k.shape[1]
+    offsets = cu_seqlens_q, cu_seqlens_k
     if alpha is None or beta is None:
         alpha, beta = calibrate_packed(
             q,
             k,
-            cu_seqlens_q,
-            cu_seqlens_k,
+            *offsets,
             key_mask=key_mask,
             query_mask=query_mask,
             method=method,
             normalize_keys=normalize_keys,
             impl=impl,
         )
-    return varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        alpha=as_scale("alpha", alpha, sequences, heads, q),
-        beta=as_scale("beta", beta, sequences, key_heads, k),
-        key_mask=key_mask,
-        block=diag_block,
-        scale=1.0 if diag_block is None else block_scale(scale, diag_block, q.shape[-1]),
-        is_causal=is_causal,
-        normalize_keys=normalize_keys,
-        impl=impl,
-    )
+    options = {
+        "alpha": as_scale("alpha", alpha, sequences, heads, q),
+        "beta": as_scale("beta", beta, sequences, key_heads, k),
+        "key_mask": key_mask,
+        "is_causal": is_causal,
+        "normalize_keys": normalize_keys,
+    }
+    if local is None or not (local.joint or local.overlap or local.sinks or weight is not None):
+        block, scale = (None, 1.0) if local is None else (local.block, local.scale)
+        return varlen(q, k, v, *offsets, block=block, scale=scale, **options, impl=impl)
+    if local.joint:
+        if gamma is None:
+            check_level(is_causal)
+        else:
+            gamma = as_level("gamma", gamma, sequences, heads, q)
+
+    def attend(q, k, v, query_mask, gamma, **options):
+        if not local.joint:
+            return lln_diag(q, k, v, mix=weight, **options, **local.options, impl=impl)
+        level = _level(q, k, gamma, query_mask, local, **options)
+        return near_far(q, k, v, gamma=level, **options, **local.options, impl=impl)
+
+    per_sequence = {"alpha": options.pop("alpha"), "beta": options.pop("beta"), "gamma": gamma}
+    return in_groups(attend, q, k, v, *offsets, query_mask=query_mask, **per_sequence, **options)
+
+
+def _level(
+    q, k, gamma, query_mask, local: Local, *, alpha, beta, key_mask, is_causal, normalize_keys,
+    q_far=None, k_far=None,
+) -> Float[Tensor, "B H"]:  # fmt: skip
+    """gamma as it is given, or measured."""
+    if gamma is not None:
+        return as_level("gamma", gamma, q.shape[0], q.shape[1], q)
+    check_level(is_causal)
+    return match_level(
+        q, k, alpha=alpha, beta=beta, scale=local.scale, q_far=q_far, k_far=k_far,
+        key_mask=key_mask, query_mask=query_mask, normalize_keys=normalize_keys,
+    )  # fmt: skip
 
 
 def prefill(
@@ -271,6 +342,9 @@ def which(
     *,
     is_causal: bool = False,
     diag_block: int | None = None,
+    diag_overlap: int = 0,
+    sinks: int = 0,
+    mix: str | float | Tensor = "average",
     dropout: float = 0.0,
     impl: str | None = None,
 ) -> str:
@@ -292,17 +366,23 @@ def which(
         'eager'
     """
     q, k, v = autocast(q, k, v)
-    if diag_block is not None:
-        check_positive_int("diag_block", diag_block)
+    packed = isinstance(q, Tensor) and q.dim() == 3
+    (check_packed_qkv if packed else check_qkv)(q, k, v)
+    local = read_local(
+        head_dim=q.shape[-1], diag_block=diag_block, diag_overlap=diag_overlap, sinks=sinks, mix=mix
+    )
+    needs = {"dropout"} if dropout else set()
     op = "causal" if is_causal else "bidirectional"
-    if isinstance(q, Tensor) and q.dim() == 3:
-        check_packed_qkv(q, k, v)
+    if local is not None:
+        op = "near_far" if local.joint else "lln_diag"
+        if read_mix(mix, q.shape[1], q) is not None:
+            needs.add("learned_mix")
+        if local.overlap or local.sinks:
+            needs.add("windows")
+    plain = not (local is not None and (local.joint or needs - {"dropout"}))
+    if packed and plain:
         op = "varlen"
-    else:
-        check_qkv(q, k, v)
-        op = op if diag_block is None else "lln_diag"
-    needs = frozenset({"dropout"} if dropout else ())
-    return name_of(choose(Call(op, q, k, v, needs, is_causal, diag_block), impl))
+    return name_of(choose(Call(op, q, k, v, frozenset(needs), is_causal, diag_block), impl))
 
 
 def _decodes_in_one_launch(
@@ -352,22 +432,3 @@ def _scales(
         normalize_keys=normalize_keys,
         impl=impl,
     )
-
-
-def check_block_options(scale: float | None, diag_block: int | None) -> None:
-    """Check that no option of the diagonal branch is given without one."""
-    if scale is not None and diag_block is None:
-        raise ValueError(
-            f"scale={scale!r} is of the diagonal branch and would be ignored without diag_block; "
-            "give diag_block too. LLN itself is scaled by alpha and beta"
-        )
-
-
-def block_scale(scale: float | None, block: int, width: int) -> float:
-    """The scale of the block-diagonal branch, checked: 1/sqrt(width) unless given."""
-    check_positive_int("diag_block", block)
-    if scale is None:
-        return width**-0.5
-    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise ValueError(f"scale={scale!r} must be a finite number, 1/sqrt(head size) by default")
-    return float(scale)

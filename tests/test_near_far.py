@@ -1,0 +1,205 @@
+"""lln.attention with mix="joint", windows and features: what users call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lln
+from lln.moments.levels import match_level
+from lln.ops import reference
+from tests.helpers import random_qkv
+
+JOINT = {"diag_block": 16, "diag_overlap": 5, "sinks": 2, "mix": "joint"}
+SCALES = {"alpha": 1.7, "beta": 1.4}
+
+
+def definition(q, k, v, gamma, *, far="others", is_causal=False, key_mask=None, features=None):
+    q_far, k_far = (q, k) if features is None else features
+    scales = {name: torch.full((q.shape[0], 1), x, dtype=q.dtype) for name, x in SCALES.items()}
+    return reference.near_far(
+        q, k, v, q_far=q_far, k_far=k_far, gamma=gamma, block=16, overlap=5, sinks=2,
+        scale=q.shape[-1] ** -0.5, far=far, is_causal=is_causal, key_mask=key_mask,
+        alpha=scales["alpha"].expand(-1, q.shape[1]), beta=scales["beta"].expand(-1, k.shape[1]),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", ["eager", "reference"])
+@pytest.mark.parametrize("far", ["others", "all"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", [(), (4,), (2, 4)], ids=str)
+def test_a_given_level(shape, is_causal, far, impl):
+    q, k, v = random_qkv(2, 4, 50, key_heads=2)
+    mask = torch.rand(2, 50) > 0.2
+    gamma = torch.randn(shape, dtype=torch.float64)
+    options = {"is_causal": is_causal, "key_mask": mask, "far": far}
+    out = lln.attention(q, k, v, gamma=gamma, **JOINT, **SCALES, **options, impl=impl)
+    torch.testing.assert_close(out, definition(q, k, v, gamma.expand(2, 4), **options))
+
+
+def test_a_level_is_measured_where_none_is_given():
+    q, k, v = random_qkv(2, 4, 50, key_heads=2)
+    mask, real = torch.rand(2, 50) > 0.2, torch.rand(2, 50) > 0.2
+    q, k = q.masked_fill(~real[:, None, :, None], torch.nan), k * 2
+    measured = lln.attention(q, k, v, key_mask=mask, query_mask=real, **JOINT)
+    alpha, beta = lln.moments.calibrate(q, k, key_mask=mask, query_mask=real)
+    gamma = match_level(q, k, alpha=alpha, beta=beta, key_mask=mask, query_mask=real)
+    scales = {"alpha": alpha, "beta": beta, "gamma": gamma}
+    expected = lln.attention(q, k, v, key_mask=mask, **scales, **JOINT)
+    rows = real[:, None, :, None].expand_as(expected)
+    torch.testing.assert_close(measured[rows], expected[rows])
+
+
+def test_the_level_is_the_formula():
+    """γ = μ_s + σ_s²/2 − mean_i[ln Σ_j exp(LLN score) − ln K], by all pairs."""
+    q, k, _ = random_qkv(2, 4, 30, 40, key_heads=2)
+    keys, queries = torch.rand(2, 40) > 0.3, torch.rand(2, 30) > 0.3
+    alpha, beta = torch.rand(2, 4).double() + 1, torch.rand(2, 2).double() + 1
+    for is_causal in (False, True):
+        level = match_level(
+            q, k, alpha=alpha, beta=beta, key_mask=keys, query_mask=queries, is_causal=is_causal
+        )
+        seen = reference.visible(30, 40, key_mask=keys, is_causal=is_causal).expand(2, 1, 30, 40)
+        linear = reference.lln_scores(q, k, alpha=alpha, beta=beta)
+        exact = reference.softmax_scores(q, k, scale=8**-0.5)
+        for b, h in ((0, 0), (1, 3)):
+            pairs = exact[b, h][queries[b]][:, keys[b]]
+            rows = linear[b, h].masked_fill(~seen[b, 0], -torch.inf).logsumexp(-1)
+            count = seen[b, 0].sum(-1)
+            counted = queries[b] & (count > 0)
+            excess = (rows - count.log())[counted].mean()
+            expected = pairs.mean() + pairs.var(correction=0) / 2 - excess
+            torch.testing.assert_close(level[b, h], expected)
+
+
+def test_the_level_of_nothing_is_zero():
+    q, k, _ = random_qkv(2, 2, 5)
+    scales = {"alpha": torch.ones(2, 2), "beta": torch.ones(2, 2)}
+    nothing = torch.zeros(2, 5, dtype=torch.bool)
+    assert (match_level(q, k, key_mask=nothing, **scales) == 0).all()
+    assert (match_level(q, k, query_mask=nothing, **scales) == 0).all()
+
+
+@pytest.mark.parametrize("width", [16, 64, 128])
+@pytest.mark.parametrize("temperature, bits", [(0.5, 0.4), (1.0, 0.1), (2.0, 0.1)])
+def test_on_gaussians_rows_are_as_concentrated_as_those_of_softmax(width, temperature, bits):
+    q, k = (temperature**-0.5 * torch.randn(2, 2, 512, width) for _ in range(2))
+    eye = torch.eye(512).expand(2, 2, 512, 512)
+    p = lln.attention(q, k, eye, method="entropy", diag_block=128, mix="joint")
+    soft = torch.softmax(q @ k.transpose(-1, -2) * width**-0.5, dim=-1)
+    near = reference.near_field(512, 512, block=128)
+    entropies = [-(x * x.clamp(min=1e-30).log2()).sum(-1).mean().item() for x in (p, soft)]
+    assert abs(entropies[0] - entropies[1]) < bits
+    shares = [(x * near).sum(-1).mean().item() for x in (p, soft)]
+    assert abs(shares[0] - shares[1]) < 0.02
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"mix": "joint"}, {"mix": "joint", "far": "all"}, {"mix": 0.3}, {}], ids=str
+)
+def test_packed_is_one_by_one(options, is_causal):
+    lengths, keys = [7, 40, 33, 1], [7, 40, 20, 5]
+    cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0) for x in (lengths, keys))
+    q = torch.randn(sum(lengths), 4, 8, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(sum(keys), 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    mask = torch.rand(sum(keys)) > 0.2
+    options = {**JOINT, **options, "is_causal": is_causal}
+    options["mix"] = options.get("mix", "average")
+    scales = {}
+    if is_causal:
+        scales = {**SCALES, **({"gamma": -1.0} if options["mix"] == "joint" else {})}
+    out = lln.attention_varlen(q, k, v, cu_q, cu_k, key_mask=mask, **options, **scales)
+    alone = []
+    for s in range(4):
+        one, other = slice(cu_q[s], cu_q[s + 1]), slice(cu_k[s], cu_k[s + 1])
+        dense = (x.transpose(0, 1)[None] for x in (q[one], k[other], v[other]))
+        single = lln.attention(*dense, key_mask=mask[None, other], **options, **scales)
+        alone.append(single[0].transpose(0, 1))
+    torch.testing.assert_close(out, torch.cat(alone))
+    d_out = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v), d_out)
+    torch.testing.assert_close(found, torch.autograd.grad(torch.cat(alone), (q, k, v), d_out))
+
+
+def test_a_number_is_the_weight_of_lln():
+    q, k, v = random_qkv(2, 3, 40)
+    linear = lln.attention(q, k, v, **SCALES)
+    local = lln.attention(q, k, v, diag_block=16, mix=0.0, **SCALES)
+    weight = torch.tensor([0.0, 0.4, 1.0], dtype=torch.float64)
+    for impl in ("eager", "reference"):
+        out = lln.attention(q, k, v, diag_block=16, mix=weight, **SCALES, impl=impl)
+        expected = torch.lerp(local, linear, weight[:, None, None])
+        torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_features_of_ones_own(is_causal):
+    q, k, v = random_qkv(2, 4, 50, key_heads=2)
+    far = torch.randn(2, 4, 50, 24).double(), torch.randn(2, 2, 50, 24).double()
+    features = {"q_features": far[0], "k_features": far[1], "is_causal": is_causal}
+    alone = lln.attention(q, k, v, **features, **SCALES)
+    op = {"is_causal": is_causal, **SCALES}
+    torch.testing.assert_close(alone, lln.attention(*far, v, **op))
+    gamma = torch.zeros(2, 4).double()
+    out = lln.attention(q, k, v, gamma=gamma, **features, **JOINT, **SCALES)
+    expected = definition(q, k, v, gamma, features=far, is_causal=is_causal)
+    torch.testing.assert_close(out, expected)
+
+
+Q, K, V = random_qkv(2, 4, 20, key_heads=2, dtype=torch.float32)
+WRONG = {
+    "gamma of an average": ({"diag_block": 4, "gamma": 1.0}, "gamma=1.0.*mix='joint'"),
+    "far of an average": ({"diag_block": 4, "far": "all"}, "far='all'.*mix='joint'"),
+    "an unknown far": ({**JOINT, "far": "none"}, "far='none'.*'others', 'all'"),
+    "overlap of no block": ({"diag_overlap": 3}, "diag_overlap=3.*diag_block"),
+    "sinks of no block": ({"sinks": 3}, "sinks=3.*diag_block"),
+    "mix of no block": ({"mix": 0.3}, "mix=0.3.*diag_block"),
+    "joint of no block": ({"mix": "joint"}, "mix='joint'.*diag_block"),
+    "an unknown mix": ({"diag_block": 4, "mix": "learned"}, "mix='learned'.*'average', 'joint'"),
+    "a weight above 1": ({"diag_block": 4, "mix": 1.5}, r"mix=1.5 is not in \[0, 1\]"),
+    "weights of other heads": ({"diag_block": 4, "mix": torch.ones(3)}, r"mix has shape \[3\]"),
+    "a negative overlap": ({"diag_block": 4, "diag_overlap": -1}, "diag_overlap=-1"),
+    "negative sinks": ({"diag_block": 4, "sinks": -1}, "sinks=-1"),
+    "an infinite level": ({**JOINT, "gamma": float("inf")}, "gamma=inf must be finite"),
+    "a level of other heads": ({**JOINT, "gamma": torch.ones(3)}, r"gamma has shape \[3\]"),
+    "a causal level": ({**JOINT, **SCALES, "is_causal": True}, "need gamma.*future leak"),
+    "features without the other": ({"q_features": Q, **SCALES}, "k_features is missing"),
+    "features without scales": ({"q_features": Q, "k_features": K}, "need alpha and beta"),
+    "features of other tokens": (
+        {"q_features": Q[:, :, :3], "k_features": K, **SCALES},
+        r"q_features has shape \[2, 4, 3, 8\]",
+    ),
+    "features of unlike width": (
+        {"q_features": Q[..., :3], "k_features": K, **SCALES},
+        "q_features has 3 slots, k_features 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_options_are_named(name):
+    options, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        lln.attention(Q, K, V, **options)
+    if not {"q_features", "k_features"} & set(options):
+        packed = (x[0].transpose(0, 1) for x in (Q, K, V))
+        with pytest.raises(ValueError, match=message):
+            lln.attention_varlen(*packed, torch.tensor([0, 20]), **options)
+
+
+def test_which_knows_the_new_forms():
+    assert lln.which(Q, K, V, **JOINT) == "eager"
+    assert lln.which(Q, K, V, diag_block=4, diag_overlap=2, impl="reference") == "reference"
+    with pytest.raises(ValueError, match=r"triton.*cannot run here"):
+        lln.which(Q, K, V, **JOINT, impl="triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once(dtype):
+    q, k, v = (x.to(dtype) for x in random_qkv(2, 2, 60))
+    gamma = torch.zeros(2, 2).double()
+    exact = definition(q.double(), k.double(), v.double(), gamma)
+    out = lln.attention(q, k, v, gamma=0.0, **JOINT, **SCALES)
+    assert out.dtype == dtype
+    assert (out - exact).abs().max() <= 1.01 * (exact.to(dtype) - exact).abs().max() + 1e-6
