@@ -18,7 +18,8 @@ from tests.baselines.small import DIM, HEADS, SMALL, for_compiler, heads, make, 
 from tests.generated import check_generated_code
 
 NAMES = [
-    *("softmax", "lln", "lln_diag", "block_diag", "elu", "performer", "reformer", "longformer"),
+    *("softmax", "lln", "lln_diag", "lln_nearfar", "block_diag", "elu", "performer", "reformer"),
+    "longformer",
     *("transformer_ls", "tnn", "transnormer_t1", "transnormer_t2", "cosformer", "flash"),
     *("nystromformer", "linformer", "skyformer", "relu", "quadratic", "relu_linear"),
     *("quadratic_linear", "knn", "rfa", "hedgehog", "rebased", "efficient", "sliding_window"),
@@ -195,7 +196,7 @@ def test_keys_of_another_sequence(name):
         mask = torch.arange(keys).expand(2, -1) < 4
         out = core(q, k, v, mask)
         assert out.shape == (2, HEADS, 9, 16)
-        if name in ("block_diag", "lln_diag"):
+        if name in ("block_diag", "lln_diag", "lln_nearfar"):
             hidden = ~mask[:, None, :, None]
             expected = core(q, k.masked_fill(hidden, torch.nan), v + 9 * hidden, mask)
         else:
@@ -280,14 +281,17 @@ def test_records_are_complete():
 
 # Options of LLNAttention that the layer decides; without the diagonal branch its own are left out.
 BY_THE_LAYER = {"num_kv_heads", "device", "dtype"}
-DIAGONAL = {"diag_block", "mix", "diag_dropout", "scale"}
+DIAGONAL = {
+    *("diag_block", "diag_overlap", "sinks", "mix", "gamma", "far", "diag_dropout", "scale"),
+}
+OURS = {"diag_block": 128, "method": "entropy", "mix": "joint"}
 
 
 @every_mechanism
 def test_the_record_says_what_the_code_does(name):
     """Defaults are stated in the table, so that it can be read without importing any of this."""
     entry = lln.describe(name)
-    is_lln = name in ("lln", "lln_diag")
+    is_lln = name in ("lln", "lln_diag", "lln_nearfar")
     made = lln.nn.LLNAttention if is_lln else entry.build
     stated = {
         option: parameter.default
@@ -299,6 +303,8 @@ def test_the_record_says_what_the_code_does(name):
         stated = {option: value for option, value in stated.items() if option not in left_out}
     if name == "lln_diag":
         stated["diag_block"] = 64  # of the mechanism alone
+    if name == "lln_nearfar":
+        stated |= OURS
     assert list(entry.defaults.items()) == list(stated.items())
     assert entry.core == hasattr(made, "attend")
     if not is_lln:
@@ -310,7 +316,8 @@ def test_the_record_says_what_the_code_does(name):
 @pytest.mark.parametrize("name", [name for name in NAMES if lln.describe(name).core])
 def test_every_core_keeps_the_protocol(name):
     """One call for all; what measures nothing ignores which queries count."""
-    core = make(name).core
+    blocks = {"diag_block": 4} if name == "lln_nearfar" else {}  # in one block it is softmax
+    core = make(name, **blocks).core
     assert isinstance(core, AttentionCore)
     for method in ("attention_matrix", "attend_in_model"):
         ours, asked = (inspect.signature(getattr(x, method)) for x in (type(core), AttentionCore))

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lln.moments import MomentFit
+from lln.nn.draw import Draw, keep_mask, kept_diagonals
+from lln.nn.feature_maps import FeatureMap, check_feature_map
+from lln.nn.levels import KeyCenter, Level
 from lln.nn.statistics import CAUSAL_NEEDS_STORED_STATISTICS, Matching, choose_statistics
-from lln.ops.arguments import autocast, check_mask, check_positive_int, check_qkv, hide
+from lln.ops.arguments import autocast, check_mask, check_qkv, hide
 from lln.ops.bidirectional import bidirectional
-from lln.ops.block_diagonal import block_diagonal
 from lln.ops.causal import causal
 from lln.ops.convolution import check_conv, convolve_tokens, draw_filters_
 from lln.ops.lln_diag import lln_diag
+from lln.ops.local import read_local
+from lln.ops.near_far import near, near_far
 from lln.protocols import compute_dtype
 
-MIXES = ("average", "learned")
+MIXES = ("average", "learned", "joint")
 
 #: Options of LLN+Diag for encoders that are trained from scratch: of those tried on text the ones
 #: with the lowest loss and the best average over GLUE (docs/results/language.md).
@@ -31,30 +33,13 @@ RECOMMENDED: Mapping[str, Any] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True)
-class Draw:
-    """Everything one forward pass decides before it reads a value: scales, weights, dropout masks.
-
-    The output is linear in v given a draw, so the attention matrix is the same draw applied to the
-    identity.
-    """
-
-    alpha: Float[Tensor, "B H"]
-    beta: Float[Tensor, "B Hkv"]
-    key_mask: Bool[Tensor, "B M"] | None
-    is_causal: bool
-    mix: Float[Tensor, " H"] | None
-    diag_kept: Bool[Tensor, " B"] | None
-    slot_dropout: Float[Tensor, "B H N D"] | None
-    probability_dropout: Float[Tensor, "B H N C"] | None
-
-
 class LLNAttention(nn.Module):
     r"""Linear log-normal attention on ``[B, H, N, D]``, alone or averaged with a diagonal branch.
 
     Eq. (8)–(10) of arXiv:2311.13541 in their exact form, and Fig. 3 with ``diag_block``:
         out = A M,  A_il = softmax_l(α q_il + L_l),  M_l = Σ_j exp(β k_jl − L_l) v_j,
         out = w · LLN + (1 − w) · BlockDiagSoftmax,  w = ½ or learned per head.
+    With ``mix="joint"`` one normaliser holds for both, see :func:`lln.ops.near_far.near_far`.
 
     Args:
         num_kv_heads: Key and value heads, a divisor of ``num_heads`` (GQA); default ``num_heads``.
@@ -64,6 +49,8 @@ class LLNAttention(nn.Module):
             not depend on the queries after it. Measured over all queries, α and β would let them
             through, so they are taken as in causal attention, with the same needs.
         diag_block: Block size of the softmax branch of LLN+Diag; None for LLN alone.
+        diag_overlap: Keys before and after its block that a query sees there, too (causal: before).
+        sinks: Number of first valid keys that every query sees there, too.
         method: "paper", "variance", "entropy" or a fitted line, see :func:`lln.match_moments`.
         target: "product" matches σ_q²σ_k², "measured" the true variance of the scores (eq. 5).
         statistics: Where α and β come from. "sample": measured in each sample and head.
@@ -72,18 +59,32 @@ class LLNAttention(nn.Module):
             Before the first batch "running" assumes σ_q = σ_k = 1, as does "fixed" without
             ``alpha`` and ``beta``.
         alpha, beta: For "fixed": a number, or one value per head (``[H]`` and ``[Hkv]``).
+        sharpness: Multiplies the matched α and β. In models that were trained with softmax 0.5 to
+            0.7 is a better start than the match itself.
         normalize_keys: Use log_softmax_l(β k) as key features, the unbiased variant.
         mix: "average" gives both branches the weight ½; "learned" gives the LLN branch of head h
-            the weight sigmoid(mix_logit_h), which starts at ½.
+            the weight sigmoid(mix_logit_h), which starts at ½; "joint" puts both under one
+            normaliser, softmax weights for near keys and LLN's for far ones.
+        gamma: For "joint" with "fixed": logarithm of the factor of LLN's weights, a number or one
+            per head. Otherwise it is measured, averaged and stored as α and β are.
+        far: For "joint": LLN attends to the "others" (default), the keys that are not near, or to
+            "all".
+        feature_map, slots: What LLN's features are made of: "identity" (q and k, D slots), "signs"
+            (2 D), "rotations" (multiples of D) or "learned" maps (any number, 2 D by default), see
+            :class:`lln.nn.feature_maps.FeatureMap`. The softmax branch keeps q and k.
+        center_keys: Subtract the mean of the valid keys in both branches: softmax does not see such
+            a shift, LLN does. Causal attention takes the stored mean of earlier batches.
         conv: Width of a convolution of the values over neighbouring tokens that is added to the
             output, one filter per key head, learned; 0 leaves it out. Not in the paper:
             Nyströmformer has it. Odd, with equally many neighbours on both sides; causal attention
             looks at the token and at conv − 1 before it. Self-attention only.
-        learn_scale: Multiply α by exp(log_alpha_h) and β by exp(log_beta_h), learned from zero.
+        learn_scale: Multiply α by exp(log_alpha_h) and β by exp(log_beta_h), and add gamma_shift_h
+            to γ, all learned from zero.
         dropout: Probability of dropping an entry of the slot weights A and of the block
             probabilities while training; kept entries are divided by 1 − dropout.
         diag_dropout: Probability, per sample and while training, of leaving the diagonal branch
-            out: that sample's output is the LLN branch alone, with weight 1. Nothing is rescaled,
+            out: that sample's output is the LLN branch alone, with weight 1 (under "joint" except
+            in rows that have no far key). Nothing is rescaled,
             and evaluation always uses both. It keeps a model from routing around the LLN branch.
         momentum: For "running": weight of a new batch; None for the mean over all batches.
         scale: Factor of q·k in the diagonal branch; default 1/√head_dim.
@@ -108,13 +109,21 @@ class LLNAttention(nn.Module):
         causal: bool = False,
         causal_queries: bool = False,
         diag_block: int | None = None,
+        diag_overlap: int = 0,
+        sinks: int = 0,
         method: str | MomentFit = "paper",
         target: str = "product",
         statistics: str = "sample",
         alpha: float | Sequence[float] | Tensor | None = None,
         beta: float | Sequence[float] | Tensor | None = None,
+        sharpness: float = 1.0,
         normalize_keys: bool = False,
         mix: str = "average",
+        gamma: float | Sequence[float] | Tensor | None = None,
+        far: str | None = None,
+        feature_map: str = "identity",
+        slots: int | None = None,
+        center_keys: bool = False,
         conv: int = 0,
         learn_scale: bool = False,
         dropout: float = 0.0,
@@ -136,17 +145,40 @@ class LLNAttention(nn.Module):
         self.conv = conv
         self.dropout = dropout
         self.diag_dropout = diag_dropout
-        self.scale = head_dim**-0.5 if scale is None else scale
+        self.slots = check_feature_map(feature_map, slots, head_dim)
         self.impl = impl
         self._check_arguments()
+        self.local = read_local(
+            head_dim=head_dim, diag_block=diag_block, diag_overlap=diag_overlap, sinks=sinks,
+            scale=scale if diag_block is not None else None, mix=mix, gamma=gamma, far=far,
+        )  # fmt: skip
+        self.scale = head_dim**-0.5 if self.local is None else self.local.scale
         matching = Matching(
-            num_heads, self.num_kv_heads, head_dim, method, target, normalize_keys, impl
-        )
+            num_heads, self.num_kv_heads, head_dim, method, target, normalize_keys, impl,
+            feature_map, self.slots, sharpness,
+        )  # fmt: skip
         self.statistics = choose_statistics(
             statistics, matching, momentum=momentum, alpha=alpha, beta=beta, device=device
         )
         if (causal or causal_queries) and statistics == "sample":
             raise ValueError(CAUSAL_NEEDS_STORED_STATISTICS)
+        kept: dict[str, Any] = {"momentum": momentum, "device": device}
+        if gamma is not None and statistics != "fixed":
+            raise ValueError(
+                f"gamma={gamma} would be ignored: statistics={statistics!r} measures it; "
+                "use statistics='fixed'"
+            )
+        self.level = self.center = None
+        if self.local is not None and self.local.joint:
+            options = {"gamma": gamma, "learned": learn_scale, "dtype": dtype, **kept}
+            self.level = Level(statistics, self.local, self.statistics, **options)
+        if center_keys:
+            self.center = KeyCenter(statistics, self.num_kv_heads, head_dim, **kept)
+        self.features = None
+        if feature_map != "identity":
+            heads = num_heads, self.num_kv_heads
+            kinds: dict[str, Any] = {"device": device, "dtype": dtype}
+            self.features = FeatureMap(feature_map, *heads, head_dim, self.slots, **kinds)
 
         def learned(*shape: int, wanted: bool) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if wanted else None
@@ -173,7 +205,9 @@ class LLNAttention(nn.Module):
 
         Call it after ``to_empty`` if the module was made on the meta device.
         """
-        self.statistics.reset_parameters()
+        for part in (self.statistics, self.level, self.center, self.features):
+            if part is not None:
+                part.reset_parameters()
         for parameter in (self.mix_logit, self.log_alpha, self.log_beta):
             if parameter is not None:
                 torch.nn.init.zeros_(parameter)
@@ -245,7 +279,15 @@ class LLNAttention(nn.Module):
         Variances are averaged over the samples, weighted by their valid tokens. Returns the module.
         """
         self._check_inputs(q, k, key_mask, query_mask)
-        self.statistics.calibrate_(q, k, key_mask=key_mask, query_mask=query_mask)
+        masks = {"key_mask": key_mask, "query_mask": query_mask}
+        if self.center is not None:
+            self.center.calibrate_(k, key_mask)
+            k = k - self.center(k, key_mask, is_causal=self.causal)
+        self.statistics.calibrate_(q, k, **masks)
+        if self.level is not None:
+            alpha, beta = (x.expand(len(q), -1) for x in self.scales())
+            options = {"is_causal": self.causal, **self._far(q, k), **masks}
+            self.level.calibrate_(q, k, alpha=alpha, beta=beta, **options)
         return self
 
     def scales(self) -> tuple[Float[Tensor, " H"], Float[Tensor, " Hkv"]]:
@@ -270,22 +312,58 @@ class LLNAttention(nn.Module):
     ) -> Draw:
         """Take the statistics of one forward pass and draw its dropout masks."""
         batch, dtype = q.shape[0], compute_dtype(q, k)
+        masks = {"key_mask": key_mask, "query_mask": query_mask}
         ordered = is_causal or self.causal_queries
-        alpha, beta = self._learned(
-            *self.statistics(q, k, key_mask=key_mask, query_mask=query_mask, is_causal=ordered)
+        center = None
+        if self.center is not None:
+            center = self.center(k, key_mask, is_causal=is_causal)
+            k = k - center
+        alpha, beta = (
+            x.to(dtype).expand(batch, -1)
+            for x in self._learned(*self.statistics(q, k, **masks, is_causal=ordered))
         )
+        gamma = None
+        if self.level is not None:
+            options = {"is_causal": is_causal, "is_ordered": ordered, **self._far(q, k), **masks}
+            gamma = self.level(q, k, alpha=alpha, beta=beta, **options)
         dropout = self.dropout if dropout is None else dropout
         dropout = dropout if self.training else 0.0
+        columns = None if self.local is None else self.local.columns(is_causal)
         return Draw(
-            alpha=alpha.to(dtype).expand(batch, -1),
-            beta=beta.to(dtype).expand(batch, -1),
+            alpha=alpha,
+            beta=beta,
+            gamma=gamma,
             key_mask=key_mask,
             is_causal=is_causal,
             mix=None if self.mix_logit is None else self.mix_logit.to(dtype).sigmoid(),
-            diag_kept=_kept_diagonals(q, self.diag_dropout if self.training else 0.0),
-            slot_dropout=_keep_mask(q, self.head_dim, dropout),
-            probability_dropout=_keep_mask(q, self.diag_block, dropout),
+            center=center,
+            diag_kept=kept_diagonals(q, self.diag_dropout if self.training else 0.0),
+            slot_dropout=keep_mask(q, self.slots, dropout),
+            probability_dropout=keep_mask(q, columns, dropout),
         )
+
+    def decoding_inputs(
+        self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv N D"]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, and what LLN sees of queries and keys, as causal evaluation uses them."""
+        if self.center is not None:
+            k = k - self.center(k, None, is_causal=True)
+        far = self._far(q, k)
+        return k, far.get("q_far", q), far.get("k_far", k)
+
+    def stored_level(self) -> Float[Tensor, " H"]:
+        """γ as evaluation uses it; only with ``mix="joint"`` and stored statistics."""
+        if self.level is None or self.level.stored is None:
+            raise ValueError("no gamma is stored; it takes mix='joint' and stored statistics")
+        gamma = self.level.stored.value[0]
+        return gamma if self.level.shift is None else gamma + self.level.shift.to(gamma)
+
+    def _far(self, q: Tensor, k: Tensor) -> dict[str, Tensor]:
+        """What LLN sees instead of q and k, as arguments of the ops; empty if nothing."""
+        if self.features is None:
+            return {}
+        q_far, k_far = self.features(q, k)
+        return {"q_far": q_far, "k_far": k_far}
 
     def attend(
         self,
@@ -296,7 +374,8 @@ class LLNAttention(nn.Module):
         impl: str | None = None,
     ) -> Float[Tensor, "B H N E"]:
         """The output for a draw; linear in v."""
-        out = self._branches(q, k, v, draw, impl)
+        centered = k if draw.center is None else k - draw.center
+        out = self._branches(q, centered, v, draw, impl)
         if self.conv_weight is None:
             return out
         return out + self._convolution(self.conv_weight, q, v, draw)
@@ -324,7 +403,7 @@ class LLNAttention(nn.Module):
     def _branches(
         self, q: Tensor, k: Tensor, v: Tensor, draw: Draw, impl: str | None
     ) -> Float[Tensor, "B H N E"]:
-        """LLN, or its mean with the diagonal branch."""
+        """LLN, or both branches."""
         linear = {
             "alpha": draw.alpha,
             "beta": draw.beta,
@@ -333,21 +412,20 @@ class LLNAttention(nn.Module):
         }
         shared = {"key_mask": draw.key_mask, "impl": impl or self.impl}
         op = causal if draw.is_causal else bidirectional
-        if self.diag_block is None:
-            return op(q, k, v, **linear, **shared)
-        local = {
-            "block": self.diag_block,
-            "scale": self.scale,
-            "is_causal": draw.is_causal,
-            "probability_dropout": draw.probability_dropout,
-        }
+        far = self._far(q, k)
+        seen = far.get("q_far", q), far.get("k_far", k)
+        if self.local is None:
+            return op(*seen, v, **linear, **shared)
+        both = {**shared, "is_causal": draw.is_causal, **self.local.options}
+        local = {"probability_dropout": draw.probability_dropout}
+        if draw.gamma is not None:
+            joint = {"gamma": draw.gamma, "near_kept": draw.diag_kept}
+            return near_far(q, k, v, **joint, **far, **linear, **local, **both)
         if draw.diag_kept is None:
-            return lln_diag(q, k, v, mix=draw.mix, **linear, **local, **shared)
+            return lln_diag(q, k, v, mix=draw.mix, **far, **linear, **local, **both)
         weight = 0.5 if draw.mix is None else draw.mix
         weight = torch.where(draw.diag_kept[:, None], weight, 1.0)[..., None, None].to(q.dtype)
-        return torch.lerp(
-            block_diagonal(q, k, v, **local, **shared), op(q, k, v, **linear, **shared), weight
-        )
+        return torch.lerp(near(q, k, v, **local, **both), op(*seen, v, **linear, **shared), weight)
 
     def attend_identity(
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv M D"], draw: Draw
@@ -388,8 +466,6 @@ class LLNAttention(nn.Module):
         for name in ("dropout", "diag_dropout"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not a probability in [0, 1]")
-        if self.diag_block is not None:
-            check_positive_int("diag_block", self.diag_block)
         check_conv(self.conv, causal=self.causal)
         if self.diag_block is None and (self.mix != "average" or self.diag_dropout > 0):
             raise ValueError(
@@ -404,6 +480,10 @@ class LLNAttention(nn.Module):
             "causal": (self.causal, False),
             "causal_queries": (self.causal_queries, False),
             "diag_block": (self.diag_block, None),
+            "diag_overlap": (self.local.overlap if self.local else 0, 0),
+            "sinks": (self.local.sinks if self.local else 0, 0),
+            "far": (self.local.far if self.local else None, "others" if self.level else None),
+            "center_keys": (self.center is not None, False),
             "mix": (self.mix, "average"),
             "conv": (self.conv, 0),
             "learn_scale": (self.log_alpha is not None, False),
@@ -414,16 +494,3 @@ class LLNAttention(nn.Module):
         }
         shown = [f"{name}={value!r}" for name, (value, usual) in options.items() if value != usual]
         return ", ".join([str(self.num_heads), str(self.head_dim), *shown])
-
-
-def _kept_diagonals(q: Tensor, dropped: float) -> Tensor | None:
-    """Samples that keep the diagonal branch, drawn; None when it is never dropped."""
-    return None if dropped == 0 else torch.rand(q.shape[0], device=q.device) >= dropped
-
-
-def _keep_mask(q: Tensor, width: int | None, probability: float) -> Tensor | None:
-    """0 where dropped, 1/(1 − p) where kept; None when nothing is dropped."""
-    if width is None or probability == 0:
-        return None
-    ones = q.new_ones((*q.shape[:3], width), dtype=compute_dtype(q))
-    return F.dropout(ones, probability)

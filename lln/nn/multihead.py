@@ -27,7 +27,8 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first:
             As in torch, where ``dropout`` acts as in :class:`lln.nn.LLNAttention`.
-        diag_block, method, target, statistics, alpha, beta, normalize_keys, mix, conv: See
+        diag_block, diag_overlap, sinks, method, target, statistics, alpha, beta, sharpness,
+            normalize_keys, mix, gamma, far, feature_map, slots, center_keys, conv: See
             :class:`lln.nn.LLNAttention`.
         learn_scale, diag_dropout, momentum, scale, impl: See there, too. Causality is an argument
             of ``forward``, as in torch.
@@ -62,13 +63,21 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         *,
         causal_queries: bool | None = None,
         diag_block: int | None = None,
+        diag_overlap: int = 0,
+        sinks: int = 0,
         method: str | MomentFit = "paper",
         target: str = "product",
         statistics: str = "sample",
         alpha: float | Sequence[float] | Tensor | None = None,
         beta: float | Sequence[float] | Tensor | None = None,
+        sharpness: float = 1.0,
         normalize_keys: bool = False,
         mix: str = "average",
+        gamma: float | Sequence[float] | Tensor | None = None,
+        far: str | None = None,
+        feature_map: str = "identity",
+        slots: int | None = None,
+        center_keys: bool = False,
         conv: int = 0,
         learn_scale: bool = False,
         diag_dropout: float = 0.0,
@@ -107,13 +116,21 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
             embed_dim // num_heads,
             causal_queries=bool(causal_queries),
             diag_block=diag_block,
+            diag_overlap=diag_overlap,
+            sinks=sinks,
             method=method,
             target=target,
             statistics=statistics,
             alpha=alpha,
             beta=beta,
+            sharpness=sharpness,
             normalize_keys=normalize_keys,
             mix=mix,
+            gamma=gamma,
+            far=far,
+            feature_map=feature_map,
+            slots=slots,
+            center_keys=center_keys,
             conv=conv,
             learn_scale=learn_scale,
             dropout=dropout,

@@ -7,6 +7,7 @@ batch they are averaged with the number of valid tokens as weight, so padding co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 
 from lln import moments
 from lln.moments.calibration import check_target, match_heads
+from lln.moments.slots import slot_factor
 from lln.nn import averages
+from lln.nn.feature_maps import FAMILY
 from lln.protocols import HALF
 
 KINDS = ("sample", "running", "fixed")
@@ -49,8 +52,15 @@ class Matching:
     target: str = "product"
     normalize_keys: bool = False
     impl: str | None = None
+    feature_map: str = "identity"
+    slots: int = 0
+    sharpness: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 0 < self.sharpness < math.inf:
+            raise ValueError(
+                f"sharpness={self.sharpness} must be positive; 1 is the match, less is flatter"
+            )
         check_target(self.target)
         # An unknown method fails here, and a tabulated one is tabulated before the first batch.
         moments.match_moments(
@@ -60,16 +70,36 @@ class Matching:
     def scales(self, variances: Float[Tensor, "R Hkv"]) -> tuple[Tensor, Tensor]:
         """α ``[H]`` and β ``[Hkv]`` from the rows σ_q², σ_k² (and the variance of the scores)."""
         deviations = variances[:2].sqrt()
-        return match_heads(
-            deviations[0],
-            deviations[1],
+        measured = variances[2] if self.target == "measured" else None
+        return self.match(deviations[0], deviations[1], measured)
+
+    def match(
+        self,
+        sigma_q: Float[Tensor, "*B Hkv"],
+        sigma_k: Float[Tensor, "*B Hkv"],
+        score_variance: Float[Tensor, "*B Hkv"] | None,
+    ) -> tuple[Float[Tensor, "*B H"], Float[Tensor, "*B Hkv"]]:
+        """α and β for the feature map in use, with ``sharpness``."""
+        alpha, beta = match_heads(
+            sigma_q,
+            sigma_k,
             self.num_heads,
             self.head_dim,
             method=self.method,
             normalize_keys=self.normalize_keys,
-            score_variance=variances[2] if self.target == "measured" else None,
+            score_variance=score_variance,
             impl=self.impl,
         )
+        factor: Any = self.sharpness
+        if self.method == "entropy" and self.feature_map != "identity":
+            variance = (sigma_q * sigma_k) ** 2 if score_variance is None else score_variance
+            size = self.head_dim, self.slots
+            factor = factor * slot_factor(FAMILY[self.feature_map], *size, variance)
+        if not isinstance(factor, Tensor):
+            return (alpha, beta) if factor == 1 else (alpha * factor, beta * factor)
+        factor = factor.to(alpha)
+        group = self.num_heads // self.num_kv_heads
+        return alpha * factor.repeat_interleave(group, dim=-1), beta * factor
 
     @torch.no_grad()
     def pooled_variances(
@@ -149,6 +179,10 @@ class Statistics(nn.Module):
         """Replace what is stored by the statistics of these tensors."""
         raise ValueError(NOTHING_STORED)
 
+    def store_variances_(self, variances: Float[Tensor, "R Hkv"]) -> None:
+        """Replace what is stored by what these variances give, rows as of :class:`Matching`."""
+        raise ValueError(NOTHING_STORED)
+
     def extra_repr(self) -> str:
         """The options of the match that differ from their defaults."""
         options = {
@@ -178,17 +212,12 @@ class SampleStatistics(Statistics):
     def forward(self, q, k, *, key_mask=None, query_mask=None, is_causal=False):
         if is_causal:
             raise ValueError(CAUSAL_NEEDS_STORED_STATISTICS)
-        matching = self.matching
-        return moments.calibrate(
-            q,
-            k,
-            key_mask=key_mask,
-            query_mask=query_mask,
-            method=matching.method,
-            target=matching.target,
-            normalize_keys=matching.normalize_keys,
-            impl=matching.impl,
-        )
+        masks: dict[str, Any] = {"key_mask": key_mask, "query_mask": query_mask}
+        deviations = moments.standard_deviations(q, k, **masks, impl=self.matching.impl)
+        measured = None
+        if self.matching.target == "measured":
+            measured = moments.score_variance(q, k, **masks)
+        return self.matching.match(*deviations, measured)
 
 
 class RunningStatistics(Statistics):
@@ -255,7 +284,10 @@ class RunningStatistics(Statistics):
 
     def calibrate_(self, q, k, *, key_mask=None, query_mask=None):
         batch = self.matching.pooled_variances(q, k, key_mask=key_mask, query_mask=query_mask)
-        self.variances.copy_(_checked(batch))
+        self.store_variances_(_checked(batch))
+
+    def store_variances_(self, variances: Tensor) -> None:
+        self.variances.copy_(variances)
         self.batches.fill_(1)
 
     def extra_repr(self) -> str:
@@ -301,7 +333,10 @@ class FixedScales(Statistics):
 
     def calibrate_(self, q, k, *, key_mask=None, query_mask=None):
         batch = self.matching.pooled_variances(q, k, key_mask=key_mask, query_mask=query_mask)
-        alpha, beta = self.matching.scales(_checked(batch))
+        self.store_variances_(_checked(batch))
+
+    def store_variances_(self, variances: Tensor) -> None:
+        alpha, beta = self.matching.scales(variances)
         self.alpha.copy_(alpha)
         self.beta.copy_(beta)
 

@@ -1,0 +1,45 @@
+"""What one forward pass of LLN attention decides before it reads a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lln.protocols import compute_dtype
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Scales, weights, features and dropout masks of one forward pass.
+
+    The output is linear in v given a draw, so the attention matrix is the same draw applied to the
+    identity.
+    """
+
+    alpha: Float[Tensor, "B H"]
+    beta: Float[Tensor, "B Hkv"]
+    gamma: Float[Tensor, "B H"] | None
+    key_mask: Bool[Tensor, "B M"] | None
+    is_causal: bool
+    mix: Float[Tensor, " H"] | None
+    center: Float[Tensor, "#B Hkv 1 D"] | None  # of the keys
+    diag_kept: Bool[Tensor, " B"] | None
+    slot_dropout: Float[Tensor, "B H N S"] | None
+    probability_dropout: Float[Tensor, "B H N W"] | None
+
+
+def kept_diagonals(q: Tensor, dropped: float) -> Tensor | None:
+    """Samples that keep the diagonal branch, drawn; None when it is never dropped."""
+    return None if dropped == 0 else torch.rand(q.shape[0], device=q.device) >= dropped
+
+
+def keep_mask(q: Tensor, width: int | None, probability: float) -> Tensor | None:
+    """0 where dropped, 1/(1 − p) where kept; None when nothing is dropped."""
+    if width is None or probability == 0:
+        return None
+    ones = q.new_ones((*q.shape[:3], width), dtype=compute_dtype(q))
+    return F.dropout(ones, probability)

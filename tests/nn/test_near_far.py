@@ -1,0 +1,273 @@
+"""LLNAttention with one normaliser, windows, slots and centred keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lln
+from lln.moments.levels import match_level
+from lln.nn import LLNAttention, LLNMultiheadAttention
+from tests.helpers import random_qkv
+
+JOINT = {"diag_block": 16, "diag_overlap": 5, "sinks": 2, "mix": "joint"}
+
+
+def inputs(dtype=torch.float64, tokens=50, batch=3):
+    q, k, v = random_qkv(batch, 4, tokens, width=8, key_heads=2, dtype=dtype)
+    return q, k, v, torch.rand(batch, tokens) > 0.2
+
+
+def module(**options) -> LLNAttention:
+    return LLNAttention(4, 8, num_kv_heads=2, **{"method": "entropy", **options}).double()
+
+
+def test_the_module_is_the_function():
+    q, k, v, mask = inputs()
+    out = module(**JOINT)(q, k, v, mask, mask)
+    expected = lln.attention(q, k, v, key_mask=mask, query_mask=mask, method="entropy", **JOINT)
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("far", ["others", "all"])
+def test_fixed_scales_and_level_are_those_given(causal, far):
+    q, k, v, mask = inputs()
+    scales = {"alpha": 1.5, "beta": [1.2, 1.4], "gamma": [-1.0, 0.0, 0.5, 2.0]}
+    core = module(statistics="fixed", causal=causal, far=far, **JOINT, **scales)
+    out = core(q, k, v, mask)
+    given = {name: torch.tensor(x, dtype=torch.float32).double() for name, x in scales.items()}
+    expected = lln.attention(q, k, v, key_mask=mask, is_causal=causal, far=far, **JOINT, **given)
+    torch.testing.assert_close(out, expected)
+
+
+def test_calibration_stores_what_a_sample_would_measure():
+    q, k, v, mask = (x[:1] for x in inputs())
+    sample = module(**JOINT)(q, k, v, mask, mask)
+    for kind in ("fixed", "running"):
+        core = module(statistics=kind, **JOINT).calibrate_(q, k, mask, mask).eval()
+        torch.testing.assert_close(core(q, k, v, mask, mask), sample, rtol=1e-5, atol=1e-6)
+
+
+def test_running_levels_are_those_of_the_batch_and_then_their_average():
+    core = module(statistics="running", momentum=None, **JOINT)
+    levels = []
+    for _ in range(3):
+        q, k, _, mask = inputs()
+        draw = core.draw(q, k, key_mask=mask, query_mask=mask)
+        measured = match_level(
+            q, k, alpha=draw.alpha, beta=draw.beta, key_mask=mask, query_mask=mask
+        ).mean(0)
+        torch.testing.assert_close(draw.gamma[0], measured)
+        levels.append(measured)
+    core.eval()
+    stored = core.draw(q, k, key_mask=mask).gamma[0]
+    torch.testing.assert_close(stored, torch.stack(levels).mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_causal_levels_never_see_the_batch_they_are_used_on():
+    core = module(statistics="running", causal=True, **JOINT)
+    q, k, v, _ = inputs()
+    before = core.level.stored.value.clone()
+    first = core.draw(q, k, is_causal=True)
+    torch.testing.assert_close(first.gamma, before.double().expand(3, -1))
+    assert not torch.equal(core.level.stored.value, before)
+    core.eval()
+    changed = [x.clone() for x in (q, k, v)]
+    for x in changed:
+        x[:, :, 30:] = torch.randn_like(x[:, :, 30:])
+    torch.testing.assert_close(core(*changed)[:, :, :30], core(q, k, v)[:, :, :30])
+
+
+def test_before_the_first_batch_the_level_is_that_of_unit_gaussians():
+    core = LLNAttention(4, 64, diag_block=128, mix="joint", method="entropy", statistics="running")
+    q, k = torch.randn(2, 4, 512, 64), torch.randn(2, 4, 512, 64)
+    alpha, beta = core.scales()
+    measured = match_level(q, k, alpha=alpha.expand(2, -1), beta=beta.expand(2, -1))
+    assert (core.level.stored.value - measured).abs().max() < 0.25
+
+
+def test_learned_levels_and_maps_get_gradients():
+    q, k, v, mask = inputs()
+    options = {"learn_scale": True, "feature_map": "learned", "slots": 12, "center_keys": True}
+    core = module(**JOINT, **options)
+    core(q, k, v, mask, mask).square().sum().backward()
+    for name, parameter in core.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("mix", ["average", "learned", "joint"])
+def test_the_identity_map_is_no_map_bit_for_bit(mix):
+    q, k, v, mask = inputs(torch.float32)
+    plain = LLNAttention(4, 8, num_kv_heads=2, diag_block=16, mix=mix)
+    spelled = LLNAttention(
+        4, 8, num_kv_heads=2, diag_block=16, mix=mix, feature_map="identity", slots=8,
+        diag_overlap=0, sinks=0,
+    )  # fmt: skip
+    assert torch.equal(plain(q, k, v, mask, mask), spelled(q, k, v, mask, mask))
+    assert set(plain.state_dict()) == set(spelled.state_dict())
+
+
+def test_old_state_dicts_load():
+    """Nothing that existed before has a new entry."""
+    names = set(LLNAttention(4, 8, diag_block=16, statistics="running", mix="learned").state_dict())
+    assert names == {"mix_logit", "statistics.variances", "statistics.batches"}
+
+
+@pytest.mark.parametrize("kind, slots", [("signs", 16), ("rotations", 24), ("learned", 11)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_maps_give_lln_their_features_and_softmax_none(kind, slots, causal):
+    q, k, v, mask = inputs()
+    options = {"statistics": "fixed", "alpha": 1.3, "beta": 1.1, "gamma": -1.0, "causal": causal}
+    core = module(feature_map=kind, slots=slots, **options, **JOINT)
+    q_far, k_far = core.features(q, k)
+    assert q_far.shape[-1] == k_far.shape[-1] == slots
+    expected = lln.attention(
+        q, k, v, q_features=q_far, k_features=k_far, key_mask=mask, is_causal=causal,
+        alpha=torch.tensor(1.3), beta=torch.tensor(1.1), gamma=-1.0, **JOINT,
+    )  # fmt: skip
+    torch.testing.assert_close(core(q, k, v, mask), expected)
+
+
+def test_rotations_are_orthogonal_and_the_same_everywhere():
+    one, other = (module(feature_map="rotations", slots=24).features for _ in range(2))
+    blocks = one.q_map[0].unflatten(1, (3, 8)).transpose(0, 1)
+    eye = torch.eye(8, dtype=torch.float64).expand(3, 8, 8)
+    torch.testing.assert_close(blocks @ blocks.transpose(1, 2), eye, rtol=1e-5, atol=1e-5)
+    assert (
+        torch.equal(one.q_map, other.q_map)
+        and "features.q_map" not in module(feature_map="rotations", slots=24).state_dict()
+    )
+
+
+@pytest.mark.parametrize("mix", ["average", "joint"])
+def test_a_shift_of_all_keys_is_not_seen_if_they_are_centred(mix):
+    q, k, v, mask = inputs()
+    core = module(diag_block=16, mix=mix, center_keys=True)
+    shift = torch.randn(3, 2, 1, 8, dtype=torch.float64)
+    torch.testing.assert_close(core(q, k + shift, v, mask, mask), core(q, k, v, mask, mask))
+
+
+def test_causal_keys_are_centred_by_the_stored_mean():
+    q, k, v, _ = inputs()
+    core = module(causal=True, statistics="running", center_keys=True, **JOINT)
+    core.calibrate_(q, k + 3).eval()
+    torch.testing.assert_close(
+        core.center.stored.value.double(), (k + 3).mean((0, 2)), rtol=1e-5, atol=1e-5
+    )
+    whole = core(q, k + 3, v)
+    short = core(q[:, :, :20], (k + 3)[:, :, :20], v[:, :, :20])
+    torch.testing.assert_close(short, whole[:, :, :20])
+
+
+def test_sharpness_multiplies_the_match():
+    q, k, *_ = inputs()
+    plain, flat = (module(sharpness=s).draw(q, k) for s in (1.0, 0.6))
+    torch.testing.assert_close(flat.alpha, 0.6 * plain.alpha)
+    torch.testing.assert_close(flat.beta, 0.6 * plain.beta)
+
+
+def test_the_dropped_near_branch_is_chosen_per_sample():
+    q, k, v, _ = inputs()
+    core = module(diag_dropout=1.0, **JOINT).train()
+    high = module(statistics="fixed", gamma=1e4, alpha=1.0, beta=1.0, **JOINT)
+    draw = core.draw(q, k)
+    expected = lln.attention(q, k, v, alpha=draw.alpha, beta=draw.beta, gamma=1e4, **JOINT)
+    torch.testing.assert_close(core.attend(q, k, v, draw), expected)
+    assert high.eval()(q, k, v).isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dropout_keeps_the_mean_and_the_matrix_is_its_output(causal):
+    q, k, v, mask = inputs()
+    options = {"statistics": "fixed", "causal": causal, "dropout": 0.3}
+    core = module(**JOINT, **options).train()
+    draw = core.draw(q, k, key_mask=mask, is_causal=causal)
+    matrix = core.attend_identity(q, k, draw)
+    heads = v.masked_fill(~mask[:, None, :, None], 0).repeat_interleave(2, 1)
+    torch.testing.assert_close(matrix @ heads, core.attend(q, k, v, draw))
+
+
+def test_sinks_may_outnumber_the_keys():
+    q, k, v, _ = inputs(tokens=3)
+    for causal in (False, True):
+        core = module(
+            diag_block=2, sinks=5, mix="joint", statistics="fixed", causal=causal, dropout=0.2
+        )
+        assert core.train()(q, k, v).isfinite().all()
+
+
+def test_multihead_takes_them_too():
+    x = torch.randn(2, 40, 32)
+    layer = LLNMultiheadAttention(
+        32, 4, batch_first=True, feature_map="signs", center_keys=True, sharpness=0.6, **JOINT
+    )
+    out, weights = layer(x, x, x)
+    assert out.shape == x.shape
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 40))
+
+
+WRONG = {
+    "an unknown map": ({"feature_map": "cubes"}, "feature_map='cubes'.*'identity'"),
+    "slots of the identity": ({"slots": 9}, "slots=9 does not fit.*head_dim = 8"),
+    "slots of signs": ({"feature_map": "signs", "slots": 8}, "2 head_dim = 16"),
+    "slots of rotations": ({"feature_map": "rotations", "slots": 9}, "a multiple of head_dim"),
+    "no slots": ({"feature_map": "learned", "slots": 0}, "a positive number"),
+    "no sharpness": ({"sharpness": 0.0}, "sharpness=0.0 must be positive"),
+    "a level that is measured": ({**JOINT, "gamma": 1.0}, "gamma=1.0 would be ignored"),
+    "a level without joint": ({"diag_block": 4, "gamma": 1.0}, "mix='joint'"),
+    "levels of other heads": (
+        {**JOINT, "gamma": [1.0, 2.0], "statistics": "fixed"},
+        r"gamma has shape \[2\]",
+    ),
+    "overlap of no block": ({"diag_overlap": 2}, "diag_overlap=2.*diag_block"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_options_are_named(name):
+    options, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        LLNAttention(4, 8, **options)
+
+
+def test_compiled_training_steps_are_the_same():
+    torch.manual_seed(0)
+    q, k, v, mask = inputs(torch.float32, tokens=40)
+    options = {"statistics": "running", "learn_scale": True, "feature_map": "learned"}
+    plain = LLNAttention(4, 8, num_kv_heads=2, **JOINT, **options)
+    other = LLNAttention(4, 8, num_kv_heads=2, **JOINT, **options)
+    other.load_state_dict(plain.state_dict())
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        plain(q, k, v, mask, mask).square().sum().backward()
+        compiled(q, k, v, mask, mask).square().sum().backward()
+    for (name, one), two in zip(plain.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(two.grad, one.grad, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(other.level.stored.value, plain.level.stored.value)
+
+
+def test_exported_for_any_length():
+    core = LLNAttention(4, 8, num_kv_heads=2, **JOINT).eval()
+    q, k, v, mask = inputs(torch.float32, tokens=40, batch=2)
+    tokens = torch.export.Dim("tokens", min=2, max=4096)
+    shapes = ({2: tokens}, {2: tokens}, {2: tokens}, {1: tokens})
+    program = torch.export.export(core, (q, k, v, mask), dynamic_shapes=shapes)
+    longer = inputs(torch.float32, tokens=70, batch=2)
+    torch.testing.assert_close(program.module()(*longer), core(*longer))
+
+
+@pytest.mark.parametrize("kind, slots", [("signs", 64), ("rotations", 128), ("learned", 128)])
+@pytest.mark.parametrize("statistics", ["sample", "running"])
+@pytest.mark.parametrize("temperature", [0.7, 2.0])
+def test_more_slots_are_as_concentrated_as_softmax(kind, slots, statistics, temperature):
+    """By the factor of the table; without it rows are flatter by up to half a bit."""
+    q, k = (temperature**-0.5 * torch.randn(2, 4, 512, 32) for _ in range(2))
+    core = LLNAttention(
+        4, 32, method="entropy", feature_map=kind, slots=slots, statistics=statistics
+    )
+    with torch.no_grad():
+        p = core.train()(q, k, torch.eye(512).expand(2, 4, 512, 512))
+    soft = torch.softmax(q @ k.transpose(-1, -2) * 32**-0.5, dim=-1)
+    bits = [-(x * x.clamp(min=1e-30).log2()).sum(-1).mean().item() for x in (p, soft)]
+    assert abs(bits[0] - bits[1]) < 0.08
