@@ -13,9 +13,11 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from lln.functional import prefill
 from lln.hf.cores import attend, calibration_of
 from lln.hf.open_block import OpenBlock
+from lln.hf.open_window import OpenWindow
 from lln.nn import LLNAttention
 from lln.ops.arguments import hide
 from lln.ops.convolution import convolve_next, last_values
+from lln.ops.eager.near_far import combine, continue_all
 from lln.ops.state import State, summarize
 from lln.protocols import compute_dtype
 
@@ -23,7 +25,8 @@ from lln.protocols import compute_dtype
 class StateLayer(CacheLayerMixin):
     """A cache layer of O(D E) per head, whatever the length.
 
-    LLN+Diag adds one block of K and V, a convolution of K taps the last K − 1 values.
+    LLN+Diag adds one block of K and V, with what overlaps it and sinks, and a convolution of K taps
+    the last K − 1 values. Under one normaliser the state holds the keys that left the window.
 
     transformers updates a cache before it attends, and only the attention knows the queries. So
     ``update`` marks the keys it hands on, and the attention call that gets them reads the state and
@@ -43,6 +46,7 @@ class StateLayer(CacheLayerMixin):
         super().__init__()
         self.tokens = 0
         self.block: OpenBlock | None = None
+        self.window: OpenWindow | None = None
         self.last: Tensor | None = None
         self._unread = False
 
@@ -116,41 +120,76 @@ class StateLayer(CacheLayerMixin):
         self, core: LLNAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
     ) -> Tensor:
         wide = compute_dtype(q, k, v)
-        alpha, beta = core.scales()
-        out, _ = prefill(
-            q.to(wide),
-            k.to(wide),
-            v.to(wide),
-            self.state,
-            alpha=alpha,
-            beta=beta,
-            key_mask=key_mask,
-            normalize_keys=core.statistics.matching.normalize_keys,
-            impl=core.impl,
-        )
-        if self.block is not None:
-            local = self.block.attend(
-                q.to(wide), k.to(wide), v.to(wide), _mask(k, key_mask), scale=core.scale
-            )
-            weight = 0.5 if core.mix_logit is None else core.mix_logit.to(wide).sigmoid()
-            weight = torch.as_tensor(weight, dtype=wide, device=q.device).expand(q.shape[1])
-            out = torch.lerp(local, out, weight[:, None, None])
+        own = _Step.of(core, q.to(wide), k.to(wide), v.to(wide), _mask(k, key_mask))
+        if self.window is not None and core.level is not None:
+            out = self._continue_jointly(core, own)
+        else:
+            out = self._continue_apart(core, own)
         if self.last is not None and core.conv_weight is not None:
             seen = hide(v, key_mask).to(wide)
             near = convolve_next(seen, core.conv_weight, self.last, impl=core.impl)
             out = out + core.for_queries(near)
         return out.to(q.dtype)
 
+    def _continue_apart(self, core: LLNAttention, own: _Step) -> Tensor:
+        """LLN, or its mean with the near keys, each normalised by itself."""
+        assert self.state is not None
+        out, _ = prefill(
+            own.q_far,
+            own.k_far,
+            own.v,
+            self.state,
+            alpha=own.alpha,
+            beta=own.beta,
+            key_mask=own.key_mask,
+            normalize_keys=own.normalize_keys,
+            impl=core.impl,
+        )
+        if self.block is not None:
+            local = self.block.attend(own.q, own.k, own.v, own.key_mask, scale=core.scale)
+        elif self.window is not None and core.local is not None:
+            (local, _), _ = self.window.attend(
+                own.q, own.q_far, own.k, own.v, own.k_far, own.key_mask, core.local
+            )
+        else:
+            return out
+        weight = 0.5 if core.mix_logit is None else core.mix_logit.to(out.dtype).sigmoid()
+        weight = torch.as_tensor(weight, dtype=out.dtype, device=out.device).expand(out.shape[1])
+        return torch.lerp(local, out, weight[:, None, None])
+
+    def _continue_jointly(self, core: LLNAttention, own: _Step) -> Tensor:
+        """Near keys and far ones under one normaliser."""
+        assert self.state is not None and self.window is not None and core.local is not None
+        near, far = self.window.attend(
+            own.q, own.q_far, own.k, own.v, own.k_far, own.key_mask, core.local
+        )
+        if core.local.far == "others":
+            linear = far(self.state, own.alpha, own.beta, own.normalize_keys)
+        else:
+            linear = continue_all(
+                *(own.q_far, own.k_far, own.v, self.state.log_mass, self.state.mean),
+                alpha=own.alpha,
+                beta=own.beta,
+                key_mask=own.key_mask,
+                normalize_keys=own.normalize_keys,
+            )
+        gamma = core.stored_level().to(own.alpha).expand(own.alpha.shape)
+        return combine(near, linear, gamma)
+
     def _remember(self, core: LLNAttention, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
         self._keys = self.values = None
-        _, beta = core.scales()
-        normalize = core.statistics.matching.normalize_keys
-        masks = {"key_mask": key_mask, "normalize_keys": normalize}
-        new = summarize(k, v, beta=beta, impl=core.impl, **masks)
-        self.state = new if self.state is None else self.state.merge(new)
-        if core.diag_block is not None:
-            block = self.block or OpenBlock.empty(k, v, core.diag_block)
-            self.block = block.append(k, v, _mask(k, key_mask))
+        own = _Step.of(core, None, k, v, _mask(k, key_mask))
+        options = {"beta": own.beta, "normalize_keys": own.normalize_keys, "impl": core.impl}
+        local, gone = core.local, None
+        if local is not None and (local.joint or local.overlap or local.sinks):
+            window = self.window or OpenWindow.empty(own.k, v, own.k_far, local)
+            self.window, gone = window.append(own.k, v, own.k_far, own.key_mask, local, **options)
+        elif local is not None:
+            block = self.block or OpenBlock.empty(k, v, local.block)
+            self.block = block.append(own.k, v, own.key_mask)
+        if gone is None or local is None or local.far != "others":
+            gone = summarize(own.k_far, v, key_mask=own.key_mask, **options)
+        self.state = gone if self.state is None else self.state.merge(gone)
         if core.conv:
             nothing = v.new_zeros(*v.shape[:2], core.conv - 1, v.shape[3])
             past = nothing if self.last is None else self.last
@@ -173,6 +212,7 @@ class StateLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Go back to the start of a stream."""
         self.tokens, self.state, self.block, self.last = 0, None, None, None
+        self.window = None
         self._keys = self.values = None
         self._unread = False
 
@@ -208,10 +248,36 @@ class StateLayer(CacheLayerMixin):
             self.state = State(*(change(part) for part in parts))
         if self.block is not None:
             self.block = self.block.map(change)
+        if self.window is not None:
+            self.window = self.window.map(change)
         if self.last is not None:
             self.last = change(self.last)
         if self._keys is not None and self.values is not None:
             self._keys, self.values = change(self._keys), change(self.values)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """The new tokens as a core sees them: centred, mapped, with its constants."""
+
+    q: Tensor
+    q_far: Tensor
+    k: Tensor
+    v: Tensor
+    k_far: Tensor
+    key_mask: Tensor
+    alpha: Tensor  # [B, H]
+    beta: Tensor  # [B, Hkv]
+    normalize_keys: bool
+
+    @staticmethod
+    def of(core: LLNAttention, q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor) -> _Step:
+        """``q`` is None where only keys are remembered."""
+        alpha, beta = (x.to(compute_dtype(k)).expand(len(k), -1) for x in core.scales())
+        queries = k.new_zeros((len(k), core.num_heads, 0, k.shape[3])) if q is None else q
+        k, q_far, k_far = core.decoding_inputs(queries, k)
+        normalize = core.statistics.matching.normalize_keys
+        return _Step(queries, q_far, k, v, k_far, mask, alpha, beta, normalize)
 
 
 def state_layer(keys: Tensor) -> StateLayer | None:

@@ -13,15 +13,23 @@ from lln import zoo
 from lln.hf.cores import calibration_of
 from lln.hf.replace import record, replacements_of
 from lln.moments import MomentFit
-from lln.nn.statistics import FixedScales, RunningStatistics
+from lln.nn.levels import mean_key
+from lln.nn.stored import mean_of_finite
 
 ACTIVATIONS = ("softmax", "lln")
+ORDER = ("center", "variances", "level")
 
 
-class AverageVariances:
-    """Variances of one layer's queries and keys, averaged over tokens and batches."""
+class Average:
+    """One quantity of a layer's queries and keys, averaged over tokens and batches.
 
-    def __init__(self, *, stay_softmax: bool) -> None:
+    Args:
+        quantity: "center" (the mean of the keys), "variances" (for α and β) or "level" (γ), each of
+            which takes those before it.
+    """
+
+    def __init__(self, quantity: str, *, stay_softmax: bool) -> None:
+        self.quantity = quantity
         self.stay_softmax = stay_softmax
         self.total: Tensor | None = None
         self.tokens = 0.0
@@ -35,36 +43,52 @@ class AverageVariances:
         query_mask: Tensor | None,
     ) -> bool:
         """Add a batch; returns whether the layer answers with softmax meanwhile."""
-        variances = core.statistics.matching.pooled_variances(
-            q, k, key_mask=key_mask, query_mask=query_mask
-        )
-        variances = variances.cpu().double()  # not every device has float64
+        found = self._of_batch(core, q, k, key_mask, query_mask)
+        found = found.cpu().double()  # not every device has float64
         tokens = k.shape[0] * k.shape[2] if key_mask is None else int(key_mask.sum())
-        if bool(variances.isfinite().all()):
-            total = variances * tokens
+        if bool(found.isfinite().all()):
+            total = found * tokens
             self.total = total if self.total is None else self.total + total
             self.tokens += tokens
         if not self.stay_softmax:
             self.store(core)
         return self.stay_softmax
 
+    def _of_batch(self, core: Any, q, k, key_mask, query_mask) -> Tensor:
+        if self.quantity == "center":
+            return mean_of_finite(mean_key(k, key_mask))
+        masks = {"key_mask": key_mask, "query_mask": query_mask}
+        if core.center is not None:
+            k = k - core.center(k, key_mask, is_causal=core.causal)
+        if self.quantity == "variances":
+            return core.statistics.matching.pooled_variances(q, k, **masks)
+        alpha, beta = (x.expand(len(q), -1) for x in core.scales())
+        far = core.features(q, k) if core.features is not None else (q, k)
+        options = {"alpha": alpha, "beta": beta, "is_causal": core.causal, **masks}
+        return mean_of_finite(core.level.measure(q, k, q_far=far[0], k_far=far[1], **options))
+
     @torch.no_grad()
     def store(self, core: Any) -> None:
-        """Make what was measured the constants of the layer."""
+        """Make what was measured a constant of the layer."""
         if self.total is None:
             raise ValueError(
                 f"{core.calibration.place.name} saw no valid token, or NaN or infinite activations "
                 "only; calibrate on other batches"
             )
-        variances = (self.total / self.tokens).float()
-        if isinstance(core.statistics, RunningStatistics):
-            core.statistics.variances.copy_(variances)
-            core.statistics.batches.fill_(1)
-        elif isinstance(core.statistics, FixedScales):
-            alpha, beta = core.statistics.matching.scales(variances)
-            core.statistics.alpha.copy_(alpha)
-            core.statistics.beta.copy_(beta)
-        core.calibrated.fill_(True)
+        mean = (self.total / self.tokens).float()
+        if self.quantity == "center":
+            core.center.stored.calibrate_("the mean of the keys", mean)
+        elif self.quantity == "level":
+            core.level.stored.calibrate_("gamma", mean[None])
+        else:
+            core.statistics.store_variances_(mean)
+            core.calibrated.fill_(True)
+
+
+def _quantities(core: Any) -> list[str]:
+    """What is measured for a core, in the order in which one follows from the other."""
+    before = ["center"] if core.center is not None and core.causal else []
+    return [*before, "variances", *(["level"] if core.level is not None else [])]
 
 
 @torch.no_grad()
@@ -78,6 +102,7 @@ def calibrate(
     """Set α and β of every LLN layer, per head, from the activations of real inputs.
 
     Eq. (10) of arXiv:2311.13541 with σ_q², σ_k² averaged over all valid tokens of all batches.
+    γ of ``mix="joint"`` and the stored mean of ``center_keys`` take a pass over the batches each.
 
     Args:
         batches: Arguments of the model by name, ``{"input_ids": ids, "attention_mask": mask}``.
@@ -113,22 +138,30 @@ def calibrate(
         for core in stored:
             if method is not None:
                 _set_method(core, method)
-            core.calibration.variances = AverageVariances(stay_softmax=activations == "softmax")
         model.eval()
-        for batch in batches:
-            model(**batch)
-            count += 1
-        if count == 0:
-            raise ValueError("batches is empty; pass at least one dictionary of model inputs")
-        for core in stored:
-            core.calibration.variances.store(core)
+        quantities = {id(core): _quantities(core) for core in stored}
+        passes = [q for q in ORDER if any(q in known for known in quantities.values())]
+        if len(passes) > 1:
+            batches = list(batches)
+        for quantity in passes:
+            measured = [core for core in stored if quantity in quantities[id(core)]]
+            for core in measured:
+                core.calibration.average = Average(quantity, stay_softmax=activations == "softmax")
+            for batch in batches:
+                model(**batch)
+                count += 1
+            if count == 0:
+                raise ValueError("batches is empty; pass at least one dictionary of model inputs")
+            for core in measured:
+                core.calibration.average.store(core)
+                core.calibration.average = None
     except BaseException:
         for core, matching in zip(stored, previous, strict=True):
             core.statistics.matching = matching
         raise
     finally:
         for core in stored:
-            core.calibration.variances = None
+            core.calibration.average = None
         for module in training:
             module.training = True
     if method is not None:

@@ -40,14 +40,14 @@ class Place:
 class Calibration:
     """Whether α and β of a core in a model are set; ``core.calibration`` of cores that measure.
 
-    ``core.calibrated`` is saved with the weights; ``variances`` are those that a calibration has
+    ``core.calibrated`` is saved with the weights; ``average`` is what a calibration has
     measured so far, while it runs.
     """
 
     def __init__(self, place: Place, kind: str, *, given: bool) -> None:
         self.place = place
         self.kind = kind
-        self.variances: Any = None
+        self.average: Any = None
         self._known = given
 
     def check(self, core: Any) -> None:

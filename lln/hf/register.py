@@ -193,11 +193,11 @@ def _measure(
             f"{calibration.place.name} is causal and statistics='sample' would let the future leak "
             "into the past; call lln.hf.replace(model, ...) and lln.hf.calibrate(model, batches)"
         )
-    if calibration.variances is None:
+    if calibration.average is None:
         calibration.check(core)
         return None
     query_mask = None if key_mask is None else key_mask[:, -q.shape[2] :]
-    if not calibration.variances.measure(core, q, k, key_mask, query_mask):
+    if not calibration.average.measure(core, q, k, key_mask, query_mask):
         return None
     options = {"key_mask": key_mask, "is_causal": is_causal}
     return softmax_attention(q, k, v, **options, scale=q.shape[-1] ** -0.5)
@@ -207,7 +207,7 @@ def _state_of(module: nn.Module, core: nn.Module | None, key: Tensor) -> StateLa
     """The cache layer these keys come from, for a core that decodes from its state."""
     layer = state_layer(key)
     calibration = calibration_of(core)
-    learning = (calibration and calibration.variances) or getattr(core, "lesson", None)
+    learning = (calibration and calibration.average) or getattr(core, "lesson", None)
     if layer is None or (calibration is not None and not learning):
         return layer
     if layer.state is not None:

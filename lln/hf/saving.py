@@ -67,7 +67,7 @@ def load(
         # α and β in half precision are off by up to 0.4 %.
         self._keep_in_fp32_modules_strict = {
             *(self._keep_in_fp32_modules_strict or ()),
-            "lln.statistics",
+            *("lln.statistics", "lln.level.stored", "lln.center.stored"),
         }
 
     body = {"__init__": construct, "__module__": model_class.__module__}

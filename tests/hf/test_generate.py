@@ -16,6 +16,8 @@ MECHANISMS = {
     "lln": {},
     "lln_diag": {"diag_block": 4},
     "lln_diag with conv": {"diag_block": 4, "conv": 5},
+    "lln_diag with windows": {"diag_block": 4, "diag_overlap": 3, "sinks": 2},
+    "lln_nearfar": {"diag_block": 4, "diag_overlap": 5, "sinks": 2},
 }
 families = pytest.mark.parametrize("family", DECODERS)
 names = pytest.mark.parametrize("name", MECHANISMS)
@@ -108,7 +110,12 @@ def test_a_prompt_may_be_read_in_pieces(name, chunk):
 
 @pytest.mark.parametrize(
     "options",
-    [{"mix": "learned"}, {"normalize_keys": True}, {"learn_scale": True}, {"conv": 33}],
+    [
+        *({"mix": "learned"}, {"normalize_keys": True}, {"learn_scale": True}, {"conv": 33}),
+        *({"mix": "joint", "learn_scale": True}, {"mix": "joint", "far": "all"}),
+        {"mix": "joint", "feature_map": "learned", "slots": 24, "center_keys": True, "sinks": 1},
+        {"feature_map": "signs", "center_keys": True, "sharpness": 0.6, "diag_overlap": 9},
+    ],
     ids=str,
 )
 def test_options_hold_while_decoding(options):
