@@ -226,6 +226,9 @@ def _values(call: AttentionCall, measures: Sequence[str], rows: int) -> dict[str
     share = call.lln_share()
     if share is not None:
         table |= {"lln_share": share, "diag_share": 1 - share}
+    near = call.near_share()
+    if near is not None:
+        table["near_share"] = near
     return {
         name: [number(value) for value in values.nanmean(0).tolist()]
         for name, values in table.items()

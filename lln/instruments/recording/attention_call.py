@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -35,12 +36,13 @@ from lln.instruments.spectral_gap import (
 from lln.instruments.temperature import temperature
 from lln.instruments.variance import log_variance
 from lln.ops.bidirectional import bidirectional
-from lln.ops.block_diagonal import block_diagonal
 from lln.ops.causal import causal
-from lln.ops.reference import repeat_heads
+from lln.ops.eager.near_far import near_share_of
+from lln.ops.near_far import near
+from lln.ops.reference import near_field, repeat_heads
 from lln.protocols import compute_dtype
 
-MEASURABLE = ("softmax", "lln")
+MEASURABLE = ("softmax", "lln", "near_far")
 SPECTRAL = {"spectral_gap", "centred_singular_value"}
 FEW_TOKENS = 96
 MATRIX_ENTRIES = 2**22  # of attention matrices alive at a time
@@ -58,12 +60,28 @@ MATRIX_MEASURES = {
 
 @dataclass(frozen=True)
 class Branches:
-    """The diagonal branch beside LLN: what is needed to compare the outputs of the two."""
+    """The softmax branch beside LLN: what is needed to compare the two.
+
+    Attributes:
+        q, k: What it sees, if LLN has features of its own.
+        gamma, far: Of one normaliser for both; None where each has its own.
+    """
 
     v: Float[Tensor, "S Hkv M E"]
     block: int
     scale: float
-    mix: Float[Tensor, " H"] | None
+    mix: Float[Tensor, " H"] | None = None
+    overlap: int = 0
+    sinks: int = 0
+    q: Float[Tensor, "S H N Dq"] | None = None
+    k: Float[Tensor, "S Hkv M Dq"] | None = None
+    gamma: Float[Tensor, "S H"] | None = None
+    far: str | None = None
+
+    @property
+    def window(self) -> dict[str, Any]:
+        """Arguments of the ops."""
+        return {"block": self.block, "overlap": self.overlap, "sinks": self.sinks}
 
 
 @dataclass(frozen=True)
@@ -73,8 +91,10 @@ class AttentionCall:
     Attributes:
         layer: Position of the call among those of the forward pass, from 0.
         module: Dotted name of the innermost module that made the call.
-        kernel: "softmax", "lln", or the name of an attention that cannot be measured.
-        q, k: In float32 or wider; q is scaled so that the softmax scores are qᵀk/√D.
+        kernel: "softmax", "lln", "near_far" (LLN and softmax under one normaliser), or the name of
+            an attention that cannot be measured.
+        q, k: In float32 or wider; q is scaled so that the softmax scores are qᵀk/√D. Features of
+            its own if LLN has some.
         key_mask: True = may be attended.
         bias: What is added to the scores where a key mask and causality do not tell it all; −inf
             where a query cannot see a key. Hb is H, or 1 for all heads alike.
@@ -144,6 +164,7 @@ class AttentionCall:
         tokens_taking_part(self.q, self.k, self.keys, self.tokens)  # explains what is not finite
         short = max(self.q.shape[2], self.k.shape[2]) <= DENSE_LIMIT
         needs_matrix = self.bias is not None or self.softcap is not None
+        needs_matrix = needs_matrix or self.kernel == "near_far"
         few = short and (self.q.is_cuda or max(self.q.shape[2], self.k.shape[2]) <= FEW_TOKENS)
         if needs_matrix or (few and SPECTRAL.isdisjoint(measures)):
             values = torch.full((len(measures), *self.q.shape[:2]), math.nan)
@@ -189,7 +210,7 @@ class AttentionCall:
 
     def _temperature(self, sample: int, heads: Tensor, p: Tensor) -> Float[Tensor, " h"]:
         """As :func:`~lln.instruments.measure` defines it for the kernel."""
-        if self.kernel == "lln":
+        if self.kernel in ("lln", "near_far"):
             return log_variance(p).rsqrt()
         k = repeat_heads(self.k[sample, None], self.heads)
         masks = {"key_mask": self.keys[sample, None], "query_mask": self.tokens[sample, None]}
@@ -198,6 +219,8 @@ class AttentionCall:
 
     def matrix(self, sample: int, heads: Int[Tensor, " h"] | None = None) -> Float[Tensor, "h n m"]:
         """P of one sample over the queries and keys that count; for an LLN+Diag head, of LLN.
+
+        Under one normaliser (kernel "near_far") it is the matrix of both.
 
         Rows of queries that see nothing are left out.
         """
@@ -208,7 +231,9 @@ class AttentionCall:
         queries, keys = self.tokens[sample], self.keys[sample]
         q = self.q[sample, heads][:, queries]
         k = repeat_heads(self.k[sample, None], self.heads)[0, heads][:, keys]
-        if self.kernel == "lln":
+        if self.kernel == "near_far":
+            scores = self._joint_scores(sample, heads, q, k)
+        elif self.kernel == "lln":
             scores = self._lln_weights(sample, heads, q, k).log()
         else:
             scores = q @ k.mT / math.sqrt(q.shape[-1])
@@ -234,6 +259,51 @@ class AttentionCall:
         log_mass = torch.logsumexp(log_k, dim=-2, keepdim=True)
         return torch.softmax(alpha * q + log_mass, dim=-1) @ (log_k - log_mass).exp().mT
 
+    def _joint_scores(self, sample: int, heads: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Logarithms of the weights of near and far keys, over the queries and keys that count."""
+        both = self.branches
+        assert both is not None and both.gamma is not None
+        assert both.q is not None and both.k is not None
+        assert self.alpha is not None and self.beta is not None
+        alpha = self.alpha[sample, heads].double()[:, None, None]
+        beta = repeat_heads(self.beta[sample, None], self.heads)[0, heads].double()[:, None, None]
+        log_k = beta * k
+        if self.normalize_keys:
+            log_k = torch.log_softmax(log_k, dim=-1)
+        level = torch.logsumexp(alpha * q + torch.logsumexp(log_k, -2, keepdim=True), -1)
+        far = self._lln_weights(sample, heads, q, k).log() + level[..., None]
+        far = far + both.gamma[sample, heads].double()[:, None, None]
+        queries, keys = self.tokens[sample], self.keys[sample]
+        near_q = both.q[sample, heads][:, queries].double()
+        near_k = repeat_heads(both.k[sample, None], self.heads)[0, heads][:, keys].double()
+        exact = both.scale * near_q @ near_k.mT
+        mask = None if self.key_mask is None else self.key_mask[sample, None]
+        sizes = self.q.shape[2], self.k.shape[2]
+        is_near = near_field(
+            *sizes, **both.window, key_mask=mask, is_causal=self.is_causal, device=q.device
+        )[0, 0][queries][:, keys]
+        if both.far == "all":
+            exact = torch.logaddexp(exact, far)
+        return torch.where(is_near, exact, far)
+
+    def near_share(self) -> Float[Tensor, "S H"] | None:
+        """Mean weight of the near keys over the queries that count; None without one normaliser.
+
+        In linear time.
+        """
+        both = self.branches
+        if both is None or both.gamma is None or both.q is None or both.k is None:
+            return None
+        ones = torch.ones_like(both.v[..., :1])
+        options = {"scale": both.scale, "key_mask": self.key_mask, "is_causal": self.is_causal}
+        share = near_share_of(
+            both.q, both.k, ones, q_far=self.q, k_far=self.k, alpha=self.alpha, beta=self.beta,
+            gamma=both.gamma, far=both.far or "others", normalize_keys=self.normalize_keys,
+            **both.window, **options,
+        )  # fmt: skip
+        counted = self.tokens[:, None].to(share.dtype)
+        return (share * counted).sum(-1) / counted.sum(-1).clamp(min=1)
+
     def lln_share(self) -> Float[Tensor, "S H"] | None:
         r"""Share of the LLN branch in the output of LLN+Diag; None without a diagonal branch.
 
@@ -241,6 +311,8 @@ class AttentionCall:
         dropout is left out.
         """
         if self.branches is None or self.alpha is None or self.beta is None:
+            return None
+        if self.branches.gamma is not None:  # one normaliser: see near_share
             return None
         op = causal if self.is_causal else bidirectional
         v = self.branches.v
@@ -254,10 +326,10 @@ class AttentionCall:
             normalize_keys=self.normalize_keys,
             **shared,
         )
-        block, scale = self.branches.block, self.branches.scale
-        local = block_diagonal(
-            self.q, self.k, v, block=block, scale=scale, is_causal=self.is_causal, **shared
-        )
+        q = self.q if self.branches.q is None else self.branches.q
+        k = self.k if self.branches.k is None else self.branches.k
+        window = {"scale": self.branches.scale, **self.branches.window}
+        local = near(q, k, v, **window, is_causal=self.is_causal, **shared)
         weight = 0.5 if self.branches.mix is None else self.branches.mix
         counted = self.tokens[:, None, :, None]
         norms = [(out * counted).norm(dim=(-2, -1)) for out in (linear, local)]

@@ -29,7 +29,7 @@ from lln.instruments.recording.attention_call import AttentionCall, Branches, re
 from lln.instruments.recording.masks import MaskMeaning, read_mask
 from lln.ops.dispatch import IMPLEMENTATIONS
 
-LLN_OPS = ("bidirectional", "causal", "lln_diag", "block_diagonal")
+LLN_OPS = ("bidirectional", "causal", "lln_diag", "near_far", "block_diagonal", "near")
 # Options of attention functions that change the weights in ways not read here.
 CHANGE_THE_WEIGHTS = ("s_aux", "sinks", "position_bias", "cache")
 
@@ -122,11 +122,11 @@ class _Recorder:
         """Record an op of this package; a diagonal branch computed apart joins its LLN branch."""
         if options.get("state") is not None or q.numel() == 0 or k.numel() == 0:
             return
-        if op == "block_diagonal":
+        if op in ("block_diagonal", "near"):
             self.diagonal = (q, options)
             return
         n = self.samples
-        branches, local = None, options if op == "lln_diag" else None
+        branches, local = None, options if op in ("lln_diag", "near_far") else None
         if self.diagonal is not None and self.diagonal[0] is q:
             caller = self.stack[-1] if self.stack else None
             logit = getattr(getattr(caller, "attention", caller), "mix_logit", None)
@@ -135,10 +135,24 @@ class _Recorder:
         if local is not None:
             mix = local.get("mix")
             mix = None if mix is None else mix.detach().to(q.dtype, copy=True)
-            branches = Branches(readable(v, n), local["block"], local["scale"], mix)
+            gamma = local.get("gamma")
+            branches = Branches(
+                readable(v, n),
+                local["block"],
+                local["scale"],
+                mix,
+                overlap=local.get("overlap", 0),
+                sinks=local.get("sinks", 0),
+                q=readable(q, n),
+                k=readable(k, n),
+                gamma=None if gamma is None else readable(gamma, n),
+                far=local.get("far"),
+            )
+        if op in ("lln_diag", "near_far"):
+            q, k = options.get("q_far", q), options.get("k_far", k)
         mask = options.get("key_mask")
         self.add(
-            "lln",
+            "near_far" if op == "near_far" else "lln",
             readable(q, n),
             readable(k, n),
             key_mask=None if mask is None else mask[:n].clone(),
