@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -261,8 +261,13 @@ def _level(
     if gamma is not None:
         return as_level("gamma", gamma, q.shape[0], q.shape[1], q)
     check_level(is_causal)
+    window: dict[str, Any] = {
+        "block": local.block,
+        "overlap": local.overlap,
+        "sinks": local.sinks,
+    }
     return match_level(
-        q, k, alpha=alpha, beta=beta, scale=local.scale, q_far=q_far, k_far=k_far,
+        q, k, alpha=alpha, beta=beta, scale=local.scale, q_far=q_far, k_far=k_far, **window,
         key_mask=key_mask, query_mask=query_mask, normalize_keys=normalize_keys,
     )  # fmt: skip
 

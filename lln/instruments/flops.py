@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # Which products an operator consists of; its variants for training and gradients, and those in
 # plain PyTorch, carry its name and a suffix.
-LINEAR = ("summarize", "read", "bidirectional", "causal", "lln_diag", "varlen", "decode")
-BLOCKS = ("block_diagonal", "lln_diag", "varlen")
+LINEAR = ("summarize", "read", "bidirectional", "causal", "lln_diag", "varlen", "decode", "far")
+BLOCKS = ("block_diagonal", "lln_diag", "varlen", "near")
 CONVOLUTION = ("convolution",)
 SUFFIXES = ("", "_train", "_backward", "_eager", "_backward_eager")
 
@@ -54,7 +54,7 @@ def _formulas() -> dict[Any, Callable[..., int]]:
 
     names = {*LINEAR, *BLOCKS, *CONVOLUTION}
     if torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
-        for name in names:
+        for name in names & set(triton._MODULES):
             getattr(triton, name)  # defines its operators
     return {
         getattr(torch.ops.lln, name + suffix): _formula(name, suffix)
@@ -98,10 +98,13 @@ def _linear(given: SimpleNamespace) -> int:
 
 
 def _blocks(given: SimpleNamespace) -> int:
-    """Operations of scores and sums over values, of every query with the keys of its block."""
+    """Operations of scores and sums over values, of every query with the keys of its window."""
     q, v = given.q, given.v
     tokens = q.shape[2] if q.dim() == 4 else q.shape[0]  # packed: [tokens, heads, D]
-    pairs = math.prod(q.shape[:-1]) * min(given.block, tokens)
+    near = given.block
+    if hasattr(given, "overlap"):
+        near += given.overlap * (1 if given.causal else 2) + given.sink_k.shape[2]
+    pairs = math.prod(q.shape[:-1]) * min(near, tokens)
     return 2 * pairs * (q.shape[-1] + v.shape[-1])
 
 

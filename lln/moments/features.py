@@ -59,7 +59,7 @@ def match_features(
         for _ in range(_STEPS):
             middle = (low + high) / 2
             scale = middle.exp()[..., None, None]
-            found = _mean_entropy(_scores(scale * queries, scale * keys), key_mask, counted)
+            found = _mean_entropy(log_products(scale * queries, scale * keys), key_mask, counted)
             flatter = found > wanted  # a larger factor is sharper
             low, high = torch.where(flatter, middle, low), torch.where(flatter, high, middle)
     return ((low + high) / 2).exp()
@@ -96,8 +96,11 @@ def _some_rows(q: Tensor, query_mask: Tensor | None, rows: int) -> tuple[Tensor,
     return q[:, :, index], query_mask[:, index]
 
 
-def _scores(q: Tensor, k: Tensor) -> Tensor:
-    """ln Σ_l exp(q_il + k_jl), by a product of what is left after the largest exponents."""
+def log_products(q: Tensor, k: Tensor) -> Tensor:
+    """ln Σ_l exp(q_il + k_jl), by a product of what is left after the largest exponents.
+
+    −inf where all terms are too small for the dtype beside the product of the largest ones.
+    """
     top_q, top_k = q.amax(-1, keepdim=True), k.amax(-1, keepdim=True)
     products = (q - top_q).exp() @ (k - top_k).exp().transpose(-1, -2)
     return products.log() + top_q + top_k.transpose(-1, -2)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lln.moments.statistics import mean_and_covariance
+from lln.moments.features import log_products
 from lln.ops.arguments import no_autocast
 from lln.protocols import compute_dtype
+
+ROWS = 64  # of each sample and head
+STEPS = 24  # of the bisection
 
 
 @torch.no_grad()
@@ -18,6 +21,9 @@ def match_level(
     *,
     alpha: Float[Tensor, "B H"],
     beta: Float[Tensor, "B Hkv"],
+    block: int,
+    overlap: int = 0,
+    sinks: int = 0,
     scale: float | None = None,
     q_far: Float[Tensor, "B H N S"] | None = None,
     k_far: Float[Tensor, "B Hkv M S"] | None = None,
@@ -25,72 +31,103 @@ def match_level(
     query_mask: Bool[Tensor, "B N"] | None = None,
     is_causal: bool = False,
     normalize_keys: bool = False,
+    rows: int = ROWS,
 ) -> Float[Tensor, "B H"]:
-    r"""γ with which a key weighs the same in both attentions, on average, in O((N + M) D²) time.
+    r"""γ with which near keys get the share that softmax gives them, in O(rows M (D + S)) time.
 
-    Matching α and β gives the two kernels the same log-variance, not the same mean. With scores
-    s_ij = scale q_i·k_j of mean μ_s and variance σ_s², and K_i keys in L_i (docs/equations.md):
-        γ = μ_s + σ_s²/2 − mean_i[logsumexp_l(α q_il + L_il) − ln K_i],  L_il = ln Σ_j exp(β k_jl)
+    Matching α and β gives the two kernels the same log-variance, not the same level. γ solves,
+    over ``rows`` evenly spaced queries, with s_ij = scale q_i·k_j (docs/equations.md),
+        mean_i sigmoid(near_i − γ − lln_i) = mean_i sigmoid(near_i − far_i),
+    near_i and far_i being logsumexp of s_ij over the near and the far keys, and lln_i over the far
+    keys that of LLN's scores ln Σ_l exp(α q_il + β k_jl).
 
     Args:
+        block, overlap, sinks: Of the near field, see :func:`lln.attention` (``diag_block``, …).
         scale: Of the softmax scores; 1/sqrt(D) by default.
         q_far, k_far: What the LLN branch sees instead of q and k.
         key_mask, query_mask: True = counts; the content of other tokens never matters.
-        is_causal: Take L_i and K_i over the keys up to each query.
 
     Returns:
-        A constant of the backward pass, float32 (float64 for float64 inputs); 0 without a valid
-        pair.
+        A constant of the backward pass, float32 (float64 for float64 inputs); 0 where no query has
+        a far key, and nothing depends on it.
+
+    Numerics: by bisection between the least and the largest γ that a single query would want. No
+    law of the scores is assumed: where neighbours attract each other, a level from the mean and
+    variance of all scores is too high by as much as they stand out, and the near branch is lost.
+
+    Example:
+        >>> gamma = match_level(q, k, alpha=alpha, beta=beta, block=128)    # -> [2, 8]
     """
+    if q.shape[2] == 0 or k.shape[2] == 0:
+        return q.new_zeros(q.shape[:2], dtype=compute_dtype(q, k))
     dtype, heads = compute_dtype(q, k), q.shape[1]
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
     q_far, k_far = q if q_far is None else q_far, k if k_far is None else k_far
     group = heads // max(k.shape[1], 1)
+    index = _spaced(q.shape[2], rows, q.device)
+    near, far = _fields(index, q.shape[2], k.shape[2], block, overlap, sinks, key_mask, is_causal)
+    hidden = None if key_mask is None else ~key_mask[:, None, :, None]
+
+    def keys(x: Tensor) -> Tensor:
+        x = x.to(dtype) if hidden is None else x.to(dtype).masked_fill(hidden, 0)
+        return x.repeat_interleave(group, dim=1)
+
     with no_autocast(q):
-        mean_q, cov_q = mean_and_covariance(q, query_mask, heads)
-        mean_k, cov_k = mean_and_covariance(k, key_mask, k.shape[1])
-        mean_k, cov_k = (x.repeat_interleave(group, dim=1) for x in (mean_k, cov_k))
-        variance = (cov_q * cov_k).sum((-2, -1))
-        variance = variance + (cov_k @ mean_q * mean_q).sum((-2, -1))
-        variance = variance + (cov_q @ mean_k * mean_k).sum((-2, -1))
-        mean = (mean_q * mean_k).sum((-2, -1))
-        exact = factor * mean + factor**2 / 2 * variance
-        excess, counted = _excess(q_far, k_far, alpha, beta, key_mask, is_causal, normalize_keys)
-        if query_mask is not None:
-            counted = counted & query_mask[:, None]
-        rows = counted.sum(-1)
-        total = excess.masked_fill(~counted, 0).sum(-1)
-        level = exact - total / rows.clamp(min=1)
-    return torch.where(rows > 0, level, 0).to(dtype)
+        exact = factor * q[:, :, index].to(dtype) @ keys(k).transpose(-1, -2)
+        features = keys(k_far) * beta.to(dtype).repeat_interleave(group, dim=1)[..., None, None]
+        if normalize_keys:
+            features = torch.log_softmax(features, dim=-1)
+        queries = q_far[:, :, index].to(dtype) * alpha.to(dtype)[..., None, None]
+        linear = log_products(queries, features)
+        near_sum, far_sum, linear_sum = (
+            x.masked_fill(~field, -torch.inf).logsumexp(-1)
+            for x, field in ((exact, near), (exact, far), (linear, far))
+        )
+    counted = far.any(-1) & far_sum.isfinite() & linear_sum.isfinite()
+    if query_mask is not None:
+        counted = counted & query_mask[:, None, index]
+    return _solve(near_sum, far_sum, linear_sum, counted)
 
 
-def _excess(
-    q: Tensor,
-    k: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
+def _solve(near: Tensor, far: Tensor, linear: Tensor, counted: Tensor) -> Float[Tensor, "B H"]:
+    """γ from the three logarithms ``[B, H, r]`` of the queries that count; 0 without any."""
+    wanted_by_each = far - linear
+    low = wanted_by_each.masked_fill(~counted, torch.inf).amin(-1)
+    high = wanted_by_each.masked_fill(~counted, -torch.inf).amax(-1)
+    low, high = (x.masked_fill(~counted.any(-1), 0) for x in (low, high))
+    weight = counted.to(near.dtype)
+    target = ((near - far).sigmoid().masked_fill(~counted, 0) * weight).sum(-1)
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        share = (near - linear - middle[..., None]).sigmoid().masked_fill(~counted, 0)
+        higher = (share * weight).sum(-1) > target  # too much for the near keys
+        low, high = torch.where(higher, middle, low), torch.where(higher, high, middle)
+    return (low + high) / 2
+
+
+def _spaced(tokens: int, rows: int, device: torch.device) -> Int[Tensor, " r"]:
+    """``rows`` evenly spaced positions, some of them twice if there are fewer tokens."""
+    return ((torch.arange(rows, device=device) + 0.5) * (tokens / rows)).long()
+
+
+def _fields(
+    index: Tensor,
+    queries: int,
+    keys: int,
+    block: int,
+    overlap: int,
+    sinks: int,
     key_mask: Tensor | None,
     is_causal: bool,
-    normalize_keys: bool,
-) -> tuple[Float[Tensor, "B H N"], Bool[Tensor, "B 1 N"]]:
-    """logsumexp_l(α q_il + L_il) − ln K_i of every query, and which of them see a key."""
-    dtype, queries, keys = compute_dtype(q, k), q.shape[2], k.shape[2]
-    features = k.to(dtype) * beta.to(dtype)[..., None, None]
-    if normalize_keys:
-        features = torch.log_softmax(features, dim=-1)
-    valid = k.new_ones((k.shape[0], keys), dtype=torch.bool) if key_mask is None else key_mask
-    features = features.masked_fill(~valid[:, None, :, None], -torch.inf)
-    if is_causal:
-        # of queries at positions M − N … M − 1; those before the first key see nothing
-        features = torch.nn.functional.pad(features, (0, 0, 1, 0), value=-torch.inf)
-        last = (torch.arange(queries, device=q.device) + keys - queries + 1).clamp(min=0)
-        mass = features.logcumsumexp(2)[:, :, last]
-        count = torch.nn.functional.pad(valid, (1, 0)).cumsum(1)[:, last]
-    else:
-        mass = torch.logsumexp(features, dim=2, keepdim=True)
-        count = valid.sum(1, keepdim=True).expand(-1, queries)
-    seen = (count > 0)[:, None]
-    group = q.shape[1] // max(k.shape[1], 1)
-    mass = mass.masked_fill(mass == -torch.inf, 0).repeat_interleave(group, dim=1)
-    scores = q.to(dtype) * alpha.to(dtype)[..., None, None] + mass
-    return torch.logsumexp(scores, dim=-1) - count.clamp(min=1).log()[:, None], seen
+) -> tuple[Bool[Tensor, "#B 1 r M"], Bool[Tensor, "#B 1 r M"]]:
+    """Which keys are near the queries ``index``, and which are far from them."""
+    i = index[:, None] + keys - queries
+    j = torch.arange(keys, device=index.device)
+    start = i.div(block, rounding_mode="floor") * block
+    left, right = j < start - overlap, j >= start + block + overlap
+    outside = left | (right & (not is_causal))
+    valid = torch.ones_like(j, dtype=torch.bool)[None] if key_mask is None else key_mask
+    is_sink = (valid & (valid.cumsum(1) <= sinks))[:, None, None]
+    seen = valid[:, None, None] & ((j <= i) if is_causal else torch.ones_like(outside))
+    far = outside & ~is_sink & seen
+    return seen & ~far, far

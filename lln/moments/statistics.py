@@ -87,8 +87,8 @@ def score_variance(
     factor = 1 / q.shape[-1] if scale is None else scale**2
     # Under autocast these products would be rounded to half precision.
     with no_autocast(q):
-        mean_q, cov_q = mean_and_covariance(q, query_mask, k.shape[1])
-        mean_k, cov_k = mean_and_covariance(k, key_mask, k.shape[1])
+        mean_q, cov_q = _mean_and_covariance(q, query_mask, k.shape[1])
+        mean_k, cov_k = _mean_and_covariance(k, key_mask, k.shape[1])
         total = (cov_q * cov_k).sum((-2, -1))
         total = total + (cov_k @ mean_q * mean_q).sum((-2, -1))
         total = total + (cov_q @ mean_k * mean_k).sum((-2, -1))
@@ -158,7 +158,7 @@ def _packed_deviation(x: Tensor, cu: Tensor, mask: Tensor | None) -> Tensor:
     return average(deviation.square().mean(-1) * weight[:, None]).sqrt()
 
 
-def mean_and_covariance(
+def _mean_and_covariance(
     x: Float[Tensor, "B H N D"], mask: Bool[Tensor, "B N"] | None, key_heads: int
 ) -> tuple[Float[Tensor, "B Hkv D 1"], Float[Tensor, "B Hkv D D"]]:
     """Mean and covariance matrix of the valid tokens, over all heads that share a key head."""

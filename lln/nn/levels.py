@@ -39,6 +39,7 @@ class Level(nn.Module):
     ) -> None:
         super().__init__()
         self.scale, self.matching = local.scale, statistics.matching
+        self.window = {"block": local.block, "overlap": local.overlap, "sinks": local.sinks}
         heads = self.matching.num_heads
         self.stored = None
         if kind != "sample":
@@ -92,7 +93,8 @@ class Level(nn.Module):
     def measure(self, q: Tensor, k: Tensor, **options: Any) -> Float[Tensor, "B H"]:
         """γ of each sample; options are those of :func:`lln.moments.levels.match_level`."""
         normalize = self.matching.normalize_keys
-        return match_level(q, k, scale=self.scale, normalize_keys=normalize, **options)
+        window = {"scale": self.scale, **self.window}
+        return match_level(q, k, **window, normalize_keys=normalize, **options)
 
     def calibrate_(self, q: Tensor, k: Tensor, **options: Any) -> None:
         """Store what these tensors measure."""

@@ -7,6 +7,7 @@ windows, in O((N / 128)²) small integers; flex_attention compiles the rest.
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import torch
@@ -48,9 +49,12 @@ def near(
     from torch.nn.attention.flex_attention import flex_attention
 
     mask = _mask(q, block, overlap, sinks, key_mask, is_causal)
-    attend = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else _compiled()
     options = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    return _with_logarithm(attend, q, k, v, mask, options)
+    if torch.compiler.is_compiling() or not q.is_cuda:
+        return _with_logarithm(flex_attention, q, k, v, mask, options)
+    with warnings.catch_warnings():  # the compiler looks at the gradients of its inputs
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        return _with_logarithm(_compiled(), q, k, v, mask, options)
 
 
 def _with_logarithm(attend: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict) -> Any:

@@ -53,6 +53,7 @@ def test_flex_attention_is_taken_where_it_can_be():
     assert lln.which(q.float(), k.float(), v.float(), **options) == "eager"
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_training_step():
     q, k, v = (tensors()[name].bfloat16().requires_grad_() for name in "qkv")
     options = {"diag_block": 128, "diag_overlap": 64, "mix": "joint"}

@@ -51,7 +51,7 @@ def _rows_of_both(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Evenly spaced rows of softmax's matrix and of the joint one, and which keys are near."""
     tokens, scale = q.shape[2], q.shape[3] ** -0.5
     alpha, beta = moments.calibrate(q, k, method="entropy")
-    gamma = moments.match_level(q, k, alpha=alpha, beta=beta)
+    gamma = moments.match_level(q, k, alpha=alpha, beta=beta, block=BLOCK)
     index = torch.arange(0, tokens, max(1, tokens // ROWS))
     near = reference.near_field(tokens, tokens, block=BLOCK)[0, 0][index]
     exact = reference.softmax_scores(q[:, :, index], k, scale=scale)[0, 0]
