@@ -39,7 +39,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Plot:
-    """An ``<svg>`` element made by :mod:`lln.study.plots.lines`, and what to see in it."""
+    """An ``<svg>`` element made by :mod:`lln.study.plots`, and what to see in it."""
 
     svg: str
     caption: str = ""

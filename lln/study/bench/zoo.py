@@ -27,7 +27,8 @@ from lln.study.bench.check import CheckFailed
 from lln.study.bench.layers import OURS, SEED, LayerCase, call, check, layer_cases
 from lln.study.bench.memory import peaks, resident_peak, serve
 from lln.study.bench.timing import time_call
-from lln.study.plots.labelled import Curve, labelled_plot
+from lln.study.plots.lines import Series
+from lln.study.plots.many_lines import many_lines_plot
 
 SUBJECT = "zoo"
 GPU_MILLISECONDS = 60  # of repeated calls per case
@@ -190,16 +191,17 @@ def label(op: str, impl: str) -> str:
 
 
 def plot(rows: Sequence[sweep.Row], *, passes: str = TRAINING) -> str:
-    """Time against N, both axes logarithmic; LLN and softmax stand out."""
+    """Draw time against N over logarithmic axes, LLN and softmax highlighted."""
     chosen = [row for row in rows if row["pass"] == passes]
-    curves = []
+    curves, highlighted = [], []
     for op, impl in dict.fromkeys((row["op"], row["impl"]) for row in chosen):
         mine = [row for row in chosen if (row["op"], row["impl"]) == (op, impl)]
         xs, ys = [row["N"] for row in mine], [row["ms_p50"] for row in mine]
-        curves.append(Curve(label(op, impl), xs, ys, stands_out=op in ("softmax", *OURS)))
-    return labelled_plot(
-        "zoo", curves, title="Forward and backward pass of a layer (ms)", x="tokens N"
-    )
+        curves.append(Series(label(op, impl), xs, ys))
+        if op in ("softmax", *OURS):
+            highlighted.append(label(op, impl))
+    title = "Forward and backward pass of a layer (ms)"
+    return many_lines_plot("zoo", curves, title=title, x="tokens N", highlighted=highlighted)
 
 
 def _peak(fields: dict[str, Any]) -> float:

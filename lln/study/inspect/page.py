@@ -9,8 +9,7 @@ from typing import Any
 from lln.study.inspect.heads import COLUMN_BIAS, EXCESS_GAP, SINK
 from lln.study.page import Page, Plot, Plots, Section, Table, Text
 from lln.study.plots.heat_map import heat_map, limits_of
-from lln.study.plots.lines import Axis, Series
-from lln.study.plots.scatter import scatter_plot
+from lln.study.plots.lines import Axis, Series, scatter_plot
 
 Row = dict[str, Any]
 

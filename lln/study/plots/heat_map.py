@@ -1,48 +1,53 @@
-"""Heat maps as SVG text: a coloured cell per row and column, with its number where it fits.
+"""Heat maps: a coloured cell per row and column, with its number where it fits.
 
-The colours carry meaning, so they stay the same on light and dark pages; words and frame follow the
+The colours carry meaning, so they stay the same on light and dark pages; words and axes follow the
 page.
 """
 
 from __future__ import annotations
 
-import html
+import functools
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 
-from lln.study.plots.lines import FONT, INK, STYLE_VARIABLES
+from lln.study.plots.canvas import GRID, load_matplotlib, new_figure, page_svg, set_title
 
-# Dark to bright in even steps of lightness, distinct to colour-blind eyes (a form of viridis).
-PALETTE = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30")
-CELL = (34, 22)  # width and height in points
+# Inches. Places are given, as finding them by the extent of every word would take most of the time.
+CELL = (0.47, 0.31)
+LEFT, RIGHT, TOP, BOTTOM = 0.55, 0.08, 0.75, 0.55
+LEAST_WIDTH = 4.6  # of all cells
+SCALE = (2.6, 0.08)
+LEVELS = 48  # of the scale: from 50 on matplotlib would put a picture into the drawing
 NUMBERS_UP_TO = 24  # columns; beyond, cells are too narrow on a page to be read
-SOFT = "var(--soft, #5a6270)"
-EMPTY = "var(--grid, #d8dce2)"
+
+
+@functools.cache
+def _palette() -> list[tuple[int, int, int]]:
+    """List the colours of viridis: even steps of lightness, distinct to colour-blind eyes."""
+    colours = load_matplotlib().colormaps["viridis"](range(256), bytes=True)[:, :3].tolist()
+    return [(red, green, blue) for red, green, blue in colours]
 
 
 def colour(share: float) -> tuple[int, int, int]:
-    """Red, green and blue of a position between 0 (dark) and 1 (bright)."""
-    place = min(max(share, 0.0), 1.0) * (len(PALETTE) - 1)
-    low = min(int(place), len(PALETTE) - 2)
-    ends = [[int(PALETTE[i][c : c + 2], 16) for c in (1, 3, 5)] for i in (low, low + 1)]
-    red, green, blue = (round(a + (b - a) * (place - low)) for a, b in zip(*ends, strict=True))
-    return red, green, blue
+    """Return red, green and blue of a position between 0 (dark) and 1 (bright)."""
+    return _palette()[round(255 * min(max(share, 0.0), 1.0))]
 
 
 def ink_on(background: tuple[int, int, int]) -> str:
-    """White or black, whichever is easier to read on the colour."""
+    """Return white or black, whichever is easier to read on the colour."""
     red, green, blue = background
     return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 140 else "#000000"
 
 
 def limits_of(cells: Sequence[Sequence[float | None]]) -> tuple[float, float]:
-    """Smallest and largest number among the cells; (0, 1) without any."""
+    """Return the smallest and the largest number among the cells; (0, 1) without any."""
     numbers = [value for line in cells for value in line if value is not None]
     return (min(numbers), max(numbers)) if numbers else (0.0, 1.0)
 
 
 def share_of(value: float, limits: tuple[float, float]) -> float:
-    """Where a value lies between the limits; the middle if they are equal."""
+    """Say where a value lies between the limits; in the middle if they are equal."""
     low, high = limits
     return 0.5 if math.isclose(low, high) else (value - low) / (high - low)
 
@@ -66,82 +71,83 @@ def heat_map(
         limits: Ends of the colour scale; those of the numbers if left out.
     """
     low, high = limits or limits_of(cells)
-    width = max(map(len, cells), default=0)
-    left, top = 40, 50
-    size = (left + max(width * CELL[0], 200) + 6, top + len(cells) * CELL[1] + 46)
-    parts = [_words(left, 16, title, size=13, weight="bold", fill=STYLE_VARIABLES[INK])]
-    parts += [_words(left, top - 20, columns), _words(2, top - 6, rows)]
-    for column in range(0, width, _stride(width)):
-        centre = left + (column + 0.5) * CELL[0]
-        parts.append(_words(centre, top - 6, str(column), anchor="middle"))
+    height, width = len(cells), max(map(len, cells), default=0)
+    inner = (max(LEAST_WIDTH, width * CELL[0]), max(1, height) * CELL[1])
+    with new_figure(name, (LEFT + inner[0] + RIGHT, TOP + inner[1] + BOTTOM)) as figure:
+        figure.set_layout_engine("none")
+        axes = _axes_at(figure, (LEFT, BOTTOM), inner)
+        set_title(axes, title)
+        for line, column, value in _numbered(cells):
+            _draw_cell(axes, line, column, value, (low, high))
+            if value is not None and width <= NUMBERS_UP_TO:
+                ink = ink_on(colour(share_of(value, (low, high))))
+                centred = {"ha": "center", "va": "center"}
+                axes.text(column, line, f"{value:{form}}", color=ink, fontsize=9, **centred)
+        _label_cells(axes, (height, width), rows, columns)
+        _draw_scale(figure, [f"{end:{form}}" for end in (low, high)])
+        svg = page_svg(figure, name, f"{title}: a heat map, from {low:{form}} to {high:{form}}")
+    said = {
+        f'<g id="{name}-{_cell_id(line, column)}">': f"{rows} {line}, {columns} {column}: "
+        + ("not measured" if value is None else f"{value:{form}}")
+        for line, column, value in _numbered(cells)
+    }
+    return re.sub(
+        rf'<g id="{name}-cell-\d+-\d+">', lambda g: f"{g[0]}<title>{said[g[0]]}</title>", svg
+    )
+
+
+def _numbered(
+    cells: Sequence[Sequence[float | None]],
+) -> Iterator[tuple[int, int, float | None]]:
     for index, line in enumerate(cells):
-        y = top + index * CELL[1]
-        if index % _stride(len(cells)) == 0:
-            parts.append(_words(left - 8, y + 15, str(index), anchor="end"))
         for column, value in enumerate(line):
-            place = f"{rows} {index}, {columns} {column}"
-            at = (left + column * CELL[0], y)
-            parts.append(_cell(at, value, place, form, (low, high), width <= NUMBERS_UP_TO))
-    parts += _scale(name, left, top + len(cells) * CELL[1] + 16, form, (low, high))
-    label = html.escape(f"{title}: a heat map, from {low:{form}} to {high:{form}}")
-    return (
-        f'<svg role="img" aria-label="{label}" viewBox="0 0 {size[0]} {size[1]}" '
-        f'xmlns="http://www.w3.org/2000/svg" font-family="{FONT}">{"".join(parts)}</svg>'
-    )
+            yield index, column, value
 
 
-def _stride(count: int) -> int:
-    """Label every cell, or every so many where there are too many."""
-    return max(1, -(-count // 32))
+def _cell_id(line: int, column: int) -> str:
+    return f"cell-{line}-{column}"
 
 
-def _words(
-    x: float,
-    y: float,
-    text: str,
-    *,
-    anchor: str = "start",
-    size: float = 10,
-    fill: str = SOFT,
-    weight: str = "normal",
-) -> str:
-    return (
-        f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" font-weight="{weight}" '
-        f'text-anchor="{anchor}" style="fill: {fill}">{html.escape(text)}</text>'
-    )
+def _draw_cell(
+    axes, line: int, column: int, value: float | None, limits: tuple[float, float]
+) -> None:
+    from matplotlib.patches import Rectangle
+
+    fill = GRID
+    if value is not None:
+        fill = "#{:02x}{:02x}{:02x}".format(*colour(share_of(value, limits)))
+    cell = Rectangle((column - 0.485, line - 0.475), 0.97, 0.95, facecolor=fill, linewidth=0)
+    cell.set_gid(_cell_id(line, column))
+    axes.add_artist(cell)
 
 
-def _cell(
-    at: tuple[float, float],
-    value: float | None,
-    place: str,
-    form: str,
-    limits: tuple[float, float],
-    numbered: bool,
-) -> str:
-    x, y = at
-    box = f'<rect x="{x:g}" y="{y:g}" width="{CELL[0] - 1}" height="{CELL[1] - 1}" rx="2"'
-    if value is None:
-        return f'{box} style="fill: {EMPTY}"><title>{place}: not measured</title></rect>'
-    background = colour(share_of(value, limits))
-    fill = "#{:02x}{:02x}{:02x}".format(*background)
-    drawn = f'{box} fill="{fill}"><title>{place}: {value:{form}}</title></rect>'
-    if not numbered:
-        return drawn
-    centre = (x + (CELL[0] - 1) / 2, y + 14.5)
-    return drawn + _words(
-        *centre, f"{value:{form}}", anchor="middle", size=9, fill=ink_on(background)
-    )
+def _label_cells(axes, shape: tuple[int, int], rows: str, columns: str) -> None:
+    """Number lines and columns, every so many where there are too many; columns above."""
+    height, width = (max(1, count) for count in shape)
+    axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5), xlabel=columns, ylabel=rows)
+    for axis, count in ((axes.xaxis, width), (axes.yaxis, height)):
+        axis.set_ticks(range(0, count, -(-count // 32)))
+    axes.xaxis.tick_top()
+    axes.xaxis.set_label_position("top")
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
 
 
-def _scale(name: str, x: float, y: float, form: str, limits: tuple[float, float]) -> list[str]:
-    stops = "".join(
-        f'<stop offset="{index / (len(PALETTE) - 1):.3f}" stop-color="{each}"/>'
-        for index, each in enumerate(PALETTE)
-    )
-    return [
-        f'<defs><linearGradient id="{name}-scale">{stops}</linearGradient></defs>',
-        f'<rect x="{x:g}" y="{y:g}" width="200" height="8" rx="2" fill="url(#{name}-scale)"/>',
-        _words(x, y + 20, f"{limits[0]:{form}}"),
-        _words(x + 200, y + 20, f"{limits[1]:{form}}", anchor="end"),
-    ]
+def _draw_scale(figure, ends: Sequence[str]) -> None:
+    from matplotlib.cm import ScalarMappable
+
+    colours = ScalarMappable(cmap=load_matplotlib().colormaps["viridis"].resampled(LEVELS))
+    axes = _axes_at(figure, (LEFT, BOTTOM - 0.2), SCALE)
+    bar = figure.colorbar(colours, cax=axes, ticks=[0, 1], orientation="horizontal")
+    bar.solids.set_edgecolor("face")  # or the page shines through between the levels
+    bar.outline.set_visible(False)
+    axes.tick_params(length=0)
+    for label, side in zip(axes.set_xticklabels(ends), ("left", "right"), strict=True):
+        label.set_horizontalalignment(side)
+
+
+def _axes_at(figure, corner: tuple[float, float], size: tuple[float, float]):
+    """Add axes of this size with their lower left corner there, in inches."""
+    width, height = figure.get_size_inches()
+    place = (corner[0] / width, corner[1] / height, size[0] / width, size[1] / height)
+    return figure.add_axes(place)

@@ -6,17 +6,25 @@ markers, and theory beside measurement.
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from lln.study.plots.lines import GRID, SERIES, STYLE, STYLE_VARIABLES, Axis, for_page, label_axes
+from lln.study.plots.canvas import (
+    GREY,
+    GRID,
+    PAGE,
+    SERIES,
+    SOLID,
+    Axis,
+    encode,
+    label_axes,
+    new_figure,
+    page_svg,
+    set_title,
+)
 
-GREY = "#000301"
-SOLID = {marker: re.findall(r"#\w+", css)[-1] for marker, css in STYLE_VARIABLES.items()}
-SOLID[GREY] = "#7d8590"
-PAGE = {marker: marker for marker in SOLID}  # replaced by CSS variables afterwards
 PANEL_SIZE = (5.2, 3.6)
 LEGEND_LINE = 0.21  # inches, as the two below
 LETTER, HANDLE = 0.073, 0.6
@@ -52,54 +60,38 @@ class Panel:
 
 
 def as_files(name: str, panels: Sequence[Panel]) -> dict[str, bytes]:
-    """``{"svg": ..., "png": ...}``; the same bytes for the same values."""
-    return _draw(name, panels, SOLID, ("svg", "png"))
+    """Return ``{"svg": ..., "png": ...}``; the same bytes for the same values."""
+    with _drawn(name, panels, SOLID) as figure:
+        return {form: encode(figure, form) for form in ("svg", "png")}
 
 
 def as_page_plots(name: str, panels: Sequence[Panel]) -> list[tuple[str, str]]:
-    """``(svg element, note)`` of each panel, in colours that follow the page."""
+    """Return ``(svg element, note)`` of each panel, in colours that follow the page."""
     plots = []
     for index, panel in enumerate(panels):
-        salt = f"{name}-{index}"
-        svg = _draw(salt, [panel], PAGE, ("svg",))["svg"].decode()
-        svg = for_page(svg, salt, panel.title).replace(GREY, f"var(--muted, {SOLID[GREY]})")
-        plots.append((svg, panel.note))
+        own = f"{name}-{index}"
+        with _drawn(own, [panel], PAGE) as figure:
+            plots.append((page_svg(figure, own, panel.title), panel.note))
     return plots
 
 
-def _draw(
-    name: str, panels: Sequence[Panel], colours: dict[str, str], formats: Sequence[str]
-) -> dict[str, bytes]:
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'lln-attention[report]'") from error
-
-    style = {key: colours.get(value, value) for key, value in STYLE.items()}
+@contextlib.contextmanager
+def _drawn(name: str, panels: Sequence[Panel], colours: Mapping[str, str]) -> Iterator[Any]:
+    """Draw all panels in one figure, to be encoded inside the block."""
     columns = {1: 1, 2: 2, 4: 2}.get(len(panels), 3)
     lines = -(-len(panels) // columns)
     labels = _labels(panels)
     width = PANEL_SIZE[0] * columns
     wide = _legend_columns(labels, width)
     legend = -(-len(labels) // wide) * LEGEND_LINE if len(labels) > 1 else 0
-    size = (width, PANEL_SIZE[1] * lines + legend)
-    with matplotlib.rc_context({**style, "svg.hashsalt": name}):
-        figure = Figure(figsize=size, layout="constrained")
+    with new_figure(name, (width, PANEL_SIZE[1] * lines + legend), colours) as figure:
         for index, panel in enumerate(panels):
             _draw_panel(figure.add_subplot(lines, columns, index + 1), panel, colours)
         _legend(figure, labels, wide)
-        return {form: _encoded(figure, form) for form in formats}
+        yield figure
 
 
-def _encoded(figure, form: str) -> bytes:
-    data = io.BytesIO()
-    metadata = {"Date": None, "Creator": None} if form == "svg" else {"Software": None}
-    figure.savefig(data, format=form, dpi=150, metadata=metadata)
-    return data.getvalue()
-
-
-def _draw_panel(axes, panel: Panel, colours: dict[str, str]) -> None:
+def _draw_panel(axes, panel: Panel, colours: Mapping[str, str]) -> None:
     if panel.span is not None:
         axes.axvspan(*panel.span, color=colours[GRID], alpha=0.5, linewidth=0)
     for curve in panel.curves:
@@ -117,17 +109,17 @@ def _draw_panel(axes, panel: Panel, colours: dict[str, str]) -> None:
             elinewidth=0.9,
             capsize=2,
         )
-    axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold")
+    set_title(axes, panel.title)
     label_axes(axes, panel.x, panel.y)
 
 
 def _labels(panels: Sequence[Panel]) -> list[str]:
-    """Each label once, in order of appearance."""
+    """List each label once, in order of appearance."""
     return list(dict.fromkeys(curve.label for panel in panels for curve in panel.curves))
 
 
 def _legend_columns(labels: Sequence[str], width: float) -> int:
-    """The most columns of a legend that fit ``width``.
+    """Return the most columns of a legend that fit ``width``.
 
     It is filled column by column, the first ones with a line more if they cannot be equal.
     """
@@ -146,7 +138,7 @@ def _legend_columns(labels: Sequence[str], width: float) -> int:
 
 
 def _legend(figure, labels: Sequence[str], columns: int) -> None:
-    """One legend for all panels: a label means the same curve everywhere in a figure."""
+    """Draw one legend for all panels: a label means the same curve everywhere in a figure."""
     if len(labels) < 2:
         return
     handles = {}

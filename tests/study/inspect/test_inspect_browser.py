@@ -16,8 +16,8 @@ from tests.study.page.test_browser import BROWSER, QUIET
 
 PROBE = """<script>
 const box = (element) => element.getBoundingClientRect();
-const maps = [...document.querySelectorAll("svg")].filter((svg) => svg.querySelector("rect title"));
-const cells = [...maps[0].querySelectorAll("rect")].filter((rect) => rect.querySelector("title"));
+const maps = [...document.querySelectorAll("svg")].filter((svg) => svg.querySelector("g > title"));
+const cells = [...maps[0].querySelectorAll("g > title")].map((title) => title.parentElement);
 const text = maps[0].querySelectorAll("text");
 document.body.dataset.seen = JSON.stringify({
   document: document.documentElement.scrollWidth, window: innerWidth, maps: maps.length,

@@ -7,9 +7,9 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from lln.study.plots.canvas import STYLE_VARIABLES
 from lln.study.plots.heat_map import colour, heat_map, ink_on, limits_of, share_of
-from lln.study.plots.lines import STYLE_VARIABLES, Axis, Series
-from lln.study.plots.scatter import scatter_plot
+from lln.study.plots.lines import Axis, Series, scatter_plot
 
 
 def draw(cells, **options):
@@ -40,7 +40,7 @@ def test_wide_maps_keep_numbers_for_the_pointer():
 
 
 def test_colours_span_the_scale_and_ink_is_readable():
-    assert colour(0) == (0x44, 0x01, 0x54) and colour(1) == (0xAD, 0xDC, 0x30)
+    assert colour(0) == (0x44, 0x01, 0x54) and colour(1) == (0xFD, 0xE7, 0x24)
     assert colour(-3) == colour(0) and colour(7) == colour(1)
     assert ink_on(colour(0)) == "#ffffff" and ink_on(colour(1)) == "#000000"
     assert limits_of([[2.0, None], [5.0]]) == (2.0, 5.0)

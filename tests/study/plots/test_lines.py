@@ -8,7 +8,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from lln.study.plots import panels
-from lln.study.plots.lines import STYLE_VARIABLES, Axis, Series, line_plot
+from lln.study.plots.canvas import STYLE_VARIABLES
+from lln.study.plots.lines import Axis, Series, line_plot
 
 
 def draw(name: str = "one", **options) -> str:
@@ -70,7 +71,7 @@ def test_a_legend_has_as_many_columns_as_fit(labels, width, columns):
 
 def test_the_legend_stays_inside_the_figure(monkeypatch):
     figures = []
-    monkeypatch.setattr(panels, "_encoded", lambda figure, form: figures.append(figure) or b"")
+    monkeypatch.setattr(panels, "encode", lambda figure, form: figures.append(figure) or b"")
     names = ("Softmax", "Nyströmformer", "LLN+Diag (entropy, learned mix, C = 128, conv 33)")
     curves = [panels.Curve(f"{name} {i}", [0, 1], [0, i]) for name in names for i in range(4)]
     for count in (1, 2, 3):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lln.study.paper.accuracy import at_best_rate, rate
 from lln.study.paper.results import Row, grouped, in_paper_order
 from lln.study.paper.tables.arena import NAMES, comparable, shown
-from lln.study.plots.lines import Axis
+from lln.study.plots.canvas import Axis
 from lln.study.plots.panels import Curve, Panel
 
 

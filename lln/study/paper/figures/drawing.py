@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lln.study.plots.lines import MARKERS, Axis
+from lln.study.plots.canvas import MARKERS, Axis
 from lln.study.plots.panels import Curve, Panel
 
 Row = dict[str, Any]

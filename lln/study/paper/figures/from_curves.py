@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from lln.study.paper.figures.from_results import RunFigure
 from lln.study.paper.results import Row, grouped, in_paper_order, mechanism, was_alone
-from lln.study.plots.lines import Axis
+from lln.study.plots.canvas import Axis
 from lln.study.plots.panels import Curve, Panel
 
 # What may differ between runs that are compared: the attention, and what was chosen for each.

@@ -14,7 +14,7 @@ from lln.study.paper.accuracy import is_fixed
 from lln.study.paper.figures import arena as arena_figure
 from lln.study.paper.results import NAMES, Mean, Row, grouped
 from lln.study.paper.values import FIGURE_9_RANGE
-from lln.study.plots.lines import Axis
+from lln.study.plots.canvas import Axis
 from lln.study.plots.panels import Curve, Panel
 
 SYMBOLS = {"alpha": "α", "beta": "β"}

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from lln.study.plots.labelled import Curve, labelled_plot, spaced
+from lln.study.plots.lines import Series
+from lln.study.plots.many_lines import many_lines_plot, spaced
 
 
 def test_names_that_do_not_collide_stay():
@@ -25,8 +26,9 @@ def test_gaps_hold_everywhere():
 
 
 def test_the_drawing_names_every_curve_and_takes_the_colours_of_the_page():
-    curves = [Curve(f"curve {n}", [512, 1024], [n + 1, 2 * n + 2], n == 0) for n in range(12)]
-    svg = labelled_plot("many", curves, title="Many", x="tokens N")
+    curves = [Series(f"curve {n}", [512, 1024], [n + 1, 2 * n + 2]) for n in range(12)]
+    options = {"title": "Many", "x": "tokens N", "highlighted": ["curve 0"]}
+    svg = many_lines_plot("many", curves, **options)
     assert svg.startswith("<svg ") and all(f"curve {n}" in svg for n in range(12))
     assert "var(--series-1" in svg and "var(--ink" in svg and 'aria-label="Many"' in svg
-    assert svg == labelled_plot("many", curves, title="Many", x="tokens N")
+    assert svg == many_lines_plot("many", curves, **options)

@@ -2,59 +2,42 @@
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
 
-from lln.study.plots.lines import INK, SERIES, STYLE, Axis, for_page, label_axes
+from lln.study.plots.canvas import INK, SERIES, Axis, label_axes, new_figure, page_svg, set_title
+from lln.study.plots.lines import Series
 
 SMALLEST_GAP = 0.028  # between two names, as a share of the height
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A curve and whether it is drawn in colour or among the others in grey."""
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float]
-    stands_out: bool = False
-
-
-def labelled_plot(name: str, curves: Sequence[Curve], *, title: str, x: str) -> str:
+def many_lines_plot(
+    name: str, curves: Sequence[Series], *, title: str, x: str, highlighted: Container[str] = ()
+) -> str:
     """Draw curves over logarithmic axes and return an ``<svg>`` element.
 
     Args:
         name: Word that makes the ids of this drawing differ from those of others on the page.
+        highlighted: Labels of the curves that are drawn in colour; the others are grey.
     """
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'lln-attention[report]'") from error
-
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(7.2, 6.4), layout="constrained")
+    with new_figure(name, (7.2, 6.4)) as figure:
         axes = figure.add_subplot()
         colours = iter(SERIES * len(curves))
-        styles = [(next(colours), 1.8, 1.0) if c.stands_out else (INK, 0.7, 0.45) for c in curves]
+        styles = [
+            (next(colours), 1.8, 1.0) if curve.label in highlighted else (INK, 0.7, 0.45)
+            for curve in curves
+        ]
         for curve, (colour, width, opacity) in zip(curves, styles, strict=True):
             axes.plot(curve.x, curve.y, color=colour, linewidth=width, alpha=opacity, marker=".")
-        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        set_title(axes, title)
         lengths = sorted({value for curve in curves for value in curve.x})
         label_axes(axes, Axis(x, log=True, ticks=lengths), Axis("milliseconds", log=True))
         _name_ends(axes, curves, [style[0] for style in styles])
-        text = io.StringIO()
-        FigureCanvasSVG(figure).print_svg(
-            text, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
-        )
-    return for_page(text.getvalue(), name, title)
+        return page_svg(figure, name, title)
 
 
-def _name_ends(axes, curves: Sequence[Curve], colours: Sequence[str]) -> None:
-    """Names beside the right edge, in the order of the last values, joined to them by a line."""
+def _name_ends(axes, curves: Sequence[Series], colours: Sequence[str]) -> None:
+    """Write names beside the right edge, in the order of the last values, and lines to those."""
     low, high = (math.log(value) for value in axes.get_ylim())
     heights = [(math.log(curve.y[-1]) - low) / (high - low) for curve in curves]
     order = sorted(range(len(curves)), key=lambda n: heights[n])
@@ -67,7 +50,7 @@ def _name_ends(axes, curves: Sequence[Curve], colours: Sequence[str]) -> None:
             textcoords="axes fraction",
             fontsize=7.5,
             color=colours[n],
-            fontweight="bold" if curve.stands_out else "normal",
+            fontweight="normal" if colours[n] == INK else "bold",
             va="center",
             arrowprops={
                 "arrowstyle": "-",
@@ -80,7 +63,7 @@ def _name_ends(axes, curves: Sequence[Curve], colours: Sequence[str]) -> None:
 
 
 def spaced(heights: Sequence[float], gap: float = SMALLEST_GAP) -> list[float]:
-    """Ascending heights moved apart to at least ``gap`` by the least squares of the moves.
+    """Move ascending heights apart to at least ``gap`` by the least squares of the moves.
 
     Without the gaps this is isotonic regression: neighbours that would overlap share their mean.
     """
