@@ -33,8 +33,8 @@ LIBRARY: dict[str, set[str]] = {
 STUDY: dict[str, set[str]] = {
     "study.plots": set(),
     "study.page": set(),
-    "study.paper": set(),
-    "study.paper.tables": {"study.paper", "study.plots"},
+    "study.paper": {"records"},
+    "study.paper.tables": {"study.page", "study.paper", "study.plots"},
     "study.train": {"device", "instruments", "records"},
     "study.data": {"study.train", "device", "records"},
     "study.tasks": {"study.data", "study.train", "hf", "zoo", "records"},
@@ -48,7 +48,7 @@ STUDY: dict[str, set[str]] = {
         *("study.bench", "study.data", "study.page", "study.paper", "study.paper.tables"),
         *("study.plots", "functional", "instruments", "moments", "ops", "records"),
     },
-    "study.paper.verify": {"study.paper.figures", "instruments", "moments", "ops"},
+    "study.paper.verify": {"study.paper.figures", "instruments", "moments", "ops", "records"},
     "study.paper.pages": {
         *("study.paper", "study.paper.tables", "study.paper.figures"),
         *("study.page", "study.plots", "records", "nn"),

@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[Row]:
-    """The complete rows of a file; a torn last line is left out.
+    """Read the complete rows of a file; a torn last line is left out.
 
     Raises:
         ValueError: A line in the middle is not a JSON object; the message has its number.
@@ -31,16 +31,24 @@ def read_rows(path: str | os.PathLike[str]) -> list[Row]:
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            rows.append(parse_row(line))
         except ValueError:
-            row = None
-        if not isinstance(row, dict):
             raise ValueError(
                 f"{path}, line {number} is not a JSON object: {line[:60]!r}; "
                 "the file was edited or is not one of rows"
-            )
-        rows.append(row)
+            ) from None
     return rows
+
+
+def parse_row(line: bytes) -> Row:
+    """Return a line of JSON as an object; ValueError says what it is instead."""
+    try:
+        row = json.loads(line)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    if not isinstance(row, dict):
+        raise ValueError("is no object")
+    return row
 
 
 class RowFile:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,30 @@ class Text:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as they shall be read; the first ``words`` columns hold words, the others numbers."""
+    """A table that is ready to be shown, on a page, in a terminal, or as Markdown.
+
+    Attributes:
+        lines: Cells as they shall be read.
+        title: With the scale and the data.
+        notes: What one must know to read it.
+        records: The same as objects, with configuration, seeds, device, versions and commit.
+        words: How many columns hold words, from the left; the others hold numbers.
+    """
 
     columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    caption: str = ""
+    lines: Sequence[Sequence[str]]
+    title: str = ""
+    notes: Sequence[str] = ()
+    records: Sequence[Mapping[str, Any]] = ()
     words: int = 1
     kind: ClassVar[str] = "table"
+
+    def markdown(self) -> str:
+        """Return the table as Markdown, for README and documentation."""
+        rule = ["---"] * self.words + ["---:"] * (len(self.columns) - self.words)
+        body = "\n".join(f"| {' | '.join(line)} |" for line in [self.columns, rule, *self.lines])
+        notes = "\n".join(f"- {note}" for note in self.notes)
+        return f"**{self.title}**\n\n{body}\n\n{notes}".rstrip()
 
 
 @dataclass(frozen=True)

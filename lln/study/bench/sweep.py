@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from lln.records import files, machine
+from lln.records.rows import Row
 from lln.study.bench.cases import Case, call, inputs
 from lln.study.bench.check import check
 from lln.study.bench.memory import peaks
 from lln.study.bench.timing import time_call
 
-Row = dict[str, Any]
 GROWTH_SPAN = 16  # growth is fitted over the last factor of 16 in N: caches flatter short lengths
 
 

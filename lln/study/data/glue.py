@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from lln.records.rows import parse_row
 from lln.study.data import sources
 from lln.study.data.damage import DamagedData
 from lln.study.data.labels import class_of, score_of
@@ -208,7 +209,7 @@ def _lines(task: Glue, path: Path) -> Examples:
     texts, labels = [], []
     for number, line in sources.lines(path):
         try:
-            row = sources.parse_object(line)
+            row = parse_row(line)
             texts.append(tuple(_clean(task, sources.text_of(row, field)) for field in task.fields))
             labels.append(_label(task, row.get("label")))
         except ValueError as error:

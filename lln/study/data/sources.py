@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import lzma
 import os
 import zipfile
@@ -60,17 +59,6 @@ def lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
         for number, line in enumerate(stream, start=1):
             if line.strip():
                 yield number, line
-
-
-def parse_object(line: bytes) -> dict[str, Any]:
-    """A line of JSON as an object; ValueError says what it is instead."""
-    try:
-        row = json.loads(line)
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
-    if not isinstance(row, dict):
-        raise ValueError("is no object")
-    return row
 
 
 def text_of(row: dict[str, Any], field: str) -> str:

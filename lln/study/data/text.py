@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from lln.records.rows import parse_row
 from lln.study.data import bundled as data
 from lln.study.data import sources
 
@@ -159,7 +160,7 @@ def _has_text(path: Path) -> bool:
 def _from_json(path: Path) -> Iterator[str]:
     for number, line in sources.lines(path):
         try:
-            row = sources.parse_object(line)
+            row = parse_row(line)
             text, title = sources.text_of(row, "text"), row.get("title")
         except ValueError as error:
             raise ValueError(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from lln.records.rows import Row
 from lln.study.demo.concentration import KERNELS, Setting
 from lln.study.demo.cost import LABELS, SHORT, label
 from lln.study.page import Page, Plot, Plots, Section, Table, Text
 from lln.study.plots.lines import Axis, Series, line_plot
 from lln.study.plots.numbers import three_digits
-
-Row = dict[str, Any]
 
 LEDE = (
     "Linear Log-Normal attention replaces the softmax by exponential features whose scales α and β "
@@ -150,7 +148,7 @@ def concentration_tables(setting: Setting, rows: Sequence[Row]) -> list[Table]:
     for quantity, caption in captions.items():
         cells = {(row["kernel"], row["temperature"]): f"{row[quantity]:.2f}" for row in rows}
         lines = [[name, *(cells[name, t] for t in setting.temperatures)] for name in KERNELS]
-        tables.append(Table(columns, lines, caption=caption))
+        tables.append(Table(columns, lines, title=caption))
     return tables
 
 
@@ -159,7 +157,7 @@ def retrieval_table(setting: Setting, found: Sequence[Row]) -> Table:
     return Table(
         ["attention", "targets found", "weight on the target"],
         [[row["kernel"], f"{row['found']:.0%}", f"{row['weight']:.3f}"] for row in found],
-        caption=f"N = {setting.tokens}, d = {setting.head_dim}, τ = 1, {setting.draws} draws.",
+        title=f"N = {setting.tokens}, d = {setting.head_dim}, τ = 1, {setting.draws} draws.",
     )
 
 
@@ -223,7 +221,7 @@ def cost_table(rows: Sequence[Row]) -> Table:
     return Table(
         ["N", *heads, "ratio"],
         lines,
-        caption="Matrix: softmax with its N×N matrix. Ratio: SDPA ÷ LLN time. Empty: not run.",
+        title="Matrix: softmax with its N×N matrix. Ratio: SDPA ÷ LLN time. Empty: not run.",
     )
 
 
@@ -275,4 +273,4 @@ def training_table(results: Sequence[Row], curves: Sequence[Row], about: str) ->
         )
     columns = ["attention", "first", "halfway", "last", "found", "parameters", "ms/update"]
     what = "Validation loss in nats per hidden token: first, halfway, last; share of them found."
-    return Table(columns, lines, caption=f"{what} {about}.")
+    return Table(columns, lines, title=f"{what} {about}.")

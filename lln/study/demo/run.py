@@ -132,10 +132,10 @@ def _one_thread() -> Iterator[None]:
 
 
 def _print(console: Console, table: Table, title: str) -> None:
-    printed = Printed(title=title, caption=table.caption, title_justify="left")
+    printed = Printed(title=title, caption=table.title, title_justify="left")
     for index, column in enumerate(table.columns):
         printed.add_column(column, justify="left" if index < table.words else "right")
-    for row in table.rows:
-        printed.add_row(*row)
+    for line in table.lines:
+        printed.add_row(*line)
     console.print()
     console.print(printed)

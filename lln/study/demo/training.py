@@ -11,13 +11,12 @@ from typing import Any
 import torch
 
 from lln.device.processes import processes
-from lln.records.rows import read_rows
+from lln.records.rows import Row, read_rows
 from lln.study.data.text import BUNDLED
 from lln.study.tasks import mlm
 from lln.study.train.config import TrainConfig
 from lln.study.train.runlog import CURVE
 
-Row = dict[str, Any]
 CONV = {"conv": 33}
 # label -> (attention, its options)
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {

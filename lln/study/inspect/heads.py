@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +12,7 @@ from lln import moments
 from lln.instruments import fit_lognormal, log_variance, measure
 from lln.instruments.recording.attention_call import MEASURABLE, AttentionCall
 from lln.ops.reference import repeat_heads
-from lln.records.rows import number
-
-Row = dict[str, Any]
+from lln.records.rows import Row, number
 
 MEASURES = (
     "entropy",

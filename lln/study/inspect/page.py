@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
 
+from lln.records.rows import Row
 from lln.study.inspect.heads import COLUMN_BIAS, EXCESS_GAP, SINK
 from lln.study.page import Page, Plot, Plots, Section, Table, Text
 from lln.study.plots.heat_map import heat_map, limits_of
 from lln.study.plots.lines import Axis, Series, scatter_plot
-
-Row = dict[str, Any]
 
 # quantity -> title, format of a cell, what to see
 MAPS = {
@@ -174,13 +172,13 @@ def law_table(rows: Sequence[Row]) -> Table:
         values = [[row[name] for row in own if row[name] is not None] for name in quantities]
         lines.append([str(layer), *(_number(median(v) if v else None) for v in values)])
     heads = ["μ", "μ Prop. 3.1", "μ Fenton", "σ²", "σ² of scores", "σ² product", "KS distance"]
-    return Table(["layer", *heads], lines, caption="Medians over the heads of a layer.")
+    return Table(["layer", *heads], lines, title="Medians over the heads of a layer.")
 
 
 def _biased(rows: Sequence[Row]) -> list:
     words = Text(BIASED_TEXT.format(excess=EXCESS_GAP, bits=COLUMN_BIAS, sink=SINK))
     table = biased_table(rows)
-    if not table.rows:
+    if not table.lines:
         return [words, Text("No head of this model meets that criterion on this text.")]
     return [words, table]
 
@@ -198,7 +196,7 @@ def biased_table(rows: Sequence[Row]) -> Table:
     ]
     heads = ["τ", "gap", "gap without bias", "column bias (bits)", "top key"]
     total = f"{len(lines)} of {len(rows)} heads. A head is named layer.head."
-    return Table(["head", *heads], lines, caption=total)
+    return Table(["head", *heads], lines, title=total)
 
 
 def all_heads(rows: Sequence[Row], *, most: int = 400) -> Table:
@@ -219,7 +217,7 @@ def all_heads(rows: Sequence[Row], *, most: int = 400) -> Table:
     ]
     caption = "Entropy, bias and mutual information (MI) in bits. All columns are in heads.csv"
     caption += f", and the heads beyond the first {most}." if len(rows) > most else "."
-    return Table(["head", "kernel", *names.values()], lines, caption=caption, words=2)
+    return Table(["head", "kernel", *names.values()], lines, title=caption, words=2)
 
 
 def _number(value: float | None) -> str:

@@ -165,13 +165,13 @@ def _cell(value: float | None, form: str, limits: tuple[float, float]) -> Text:
 
 def _print_biased(console: Console, rows: Sequence[heads.Row]) -> None:
     biased = page.biased_table(rows)
-    if not biased.rows:
+    if not biased.lines:
         console.print("\nNo biased head.")
         return
-    table = Printed(title="Biased heads", caption=biased.caption, title_justify="left")
+    table = Printed(title="Biased heads", caption=biased.title, title_justify="left")
     for index, column in enumerate(biased.columns):
         table.add_column(column, justify="left" if index == 0 else "right")
-    for line in biased.rows[:20]:
+    for line in biased.lines[:20]:
         table.add_row(*line)
     console.print()
     console.print(table)

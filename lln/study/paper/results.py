@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lln.records.rows import read_rows
+
 Row = Mapping[str, Any]
 NAMES = {
     "softmax": "Softmax",
@@ -68,7 +70,7 @@ def read(folder: Path, subject: str | None = None) -> list[Row]:
     """
     found: dict[Hashable, Row] = {}
     for path in sorted(folder.glob("*.jsonl")):
-        for row in _lines(path):
+        for row in read_rows(path):
             if "rows" in row or not row.keys() >= NEEDED or subject not in (None, row["subject"]):
                 continue
             found[row["subject"], row["digest"], row["seed"]] = row
@@ -78,20 +80,8 @@ def read(folder: Path, subject: str | None = None) -> list[Row]:
 def read_curves(folder: Path) -> list[Row]:
     """The curves in the files of a folder: ``rows`` beside what names their run."""
     paths = sorted(folder.glob("*.jsonl"))
-    lines = (line for path in paths for line in _lines(path))
+    lines = (line for path in paths for line in read_rows(path))
     return [line for line in lines if line.get("rows") and line.keys() >= NEEDED]
-
-
-def _lines(path: Path) -> Iterable[Row]:
-    *lines, _torn = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number} is not a JSON object: {line[:60]!r}")
-        yield row
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> dict[Any, list[Row]]:

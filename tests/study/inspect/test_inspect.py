@@ -151,7 +151,7 @@ def test_a_head_that_prefers_keys_is_listed():
     assert rows[0]["temperature"] == pytest.approx(rows[1]["temperature"], rel=0.2)
     assert [row["biased"] for row in rows] == [False, True]
     assert rows[0]["spectral_gap"] == pytest.approx(rows[0]["gap_unbiased"], abs=0.1)
-    assert "0.0" in page.biased_table([rows[1]]).rows[0][0]
+    assert "0.0" in page.biased_table([rows[1]]).lines[0][0]
     rows[1]["causal"] = True
     assert heads.is_biased(rows[1]) is (rows[1]["top_key"] > 0.25)
 

@@ -45,7 +45,7 @@ def example() -> Page:
                 "Second",
                 [
                     Plots([Plot(svg, "caption"), Plot(svg)]),
-                    Table(["name", "value"], [["x", "1.0"], ["<y>", "2.0"]], caption="numbers"),
+                    Table(["name", "value"], [["x", "1.0"], ["<y>", "2.0"]], title="numbers"),
                 ],
             ),
         ],
@@ -99,3 +99,9 @@ def test_an_empty_page_is_fine():
     html, parser = parse(Page("Title", "Lede."))
     assert "<nav" not in html and "<footer" not in html
     assert "Title" in parser.words
+
+
+def test_a_table_is_markdown_and_a_part_of_a_page_with_its_notes():
+    table = Table(["", "a"], [["LLN", "1"]], "Title", ["A `note`."])
+    assert table.markdown() == "**Title**\n\n|  | a |\n| --- | ---: |\n| LLN | 1 |\n\n- A `note`."
+    assert "<p>A <code>note</code>.</p>" in render(Page("", "", [Section("", [table])]))

@@ -24,7 +24,7 @@ def section(found, title: str):
 
 def ours(own) -> list[Table]:
     tables = [block for block in own.blocks if isinstance(block, Table)]
-    return [table for table in tables if table.caption.startswith("Ours")]
+    return [table for table in tables if table.title.startswith("Ours")]
 
 
 def test_without_rows_every_section_says_so(tmp_path):
@@ -45,13 +45,13 @@ def test_rows_stand_beside_the_papers_numbers(tmp_path):
     found = page(tmp_path)
     third = section(found, "Table 3")
     printed = next(block for block in third.blocks if isinstance(block, Table))
-    assert ["LLN+Diag", "81.72"] in [list(line) for line in printed.rows]
+    assert ["LLN+Diag", "81.72"] in [list(line) for line in printed.lines]
     (table,) = ours(third)
-    assert "82.00" in [line[1] for line in table.rows]
+    assert "82.00" in [line[1] for line in table.lines]
     fifth = section(found, "Table 5")
-    assert [line[0] for line in ours(fifth)[0].rows] == ["Softmax", "LLN+Diag"]
+    assert [line[0] for line in ours(fifth)[0].lines] == ["Softmax", "LLN+Diag"]
     printed = next(block for block in fifth.blocks if isinstance(block, Table))
-    assert list(printed.rows[-1])[-1] == "52.02"  # LLN+Diag without Retrieval
+    assert list(printed.lines[-1])[-1] == "52.02"  # LLN+Diag without Retrieval
     assert "Still missing: Figure 1" in found.sections[0].blocks[0].body
 
 

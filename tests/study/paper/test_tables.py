@@ -282,8 +282,3 @@ def test_the_block_of_a_page_is_the_table_or_says_that_there_are_no_rows(tmp_pat
     write(tmp_path, [step("lln", 512, 40.0)])
     (table,) = tables.make("2", tmp_path)
     assert table.markdown() in rewrite(page, tmp_path, BLOCKS)
-
-
-def test_markdown_is_a_table():
-    table = tables.Table("Title", ["", "a"], [["LLN", "1"]], ["A note."])
-    assert table.markdown() == "**Title**\n\n|  | a |\n| --- | ---: |\n| LLN | 1 |\n\n- A note."

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from lln.records.rows import parse_row
 from lln.study.data import sources
 from lln.study.data.arena import listops
 from lln.study.data.damage import DamagedData, settle
@@ -47,7 +48,7 @@ def json_lines(path: Path, on_damaged: str, check: Callable[[dict[str, Any]], An
     for number, line in sources.lines(path):
         total += 1
         try:
-            found.append(check(sources.parse_object(line)))
+            found.append(check(parse_row(line)))
         except ValueError as error:
             damaged.append(f"{path.name}, line {number} ({error})")
     settle(damaged, total, f"lines of {path.name}", on_damaged)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from lln.records.rows import Row
 from lln.study.paper.figures import concentration, matching, sums
-from lln.study.paper.figures.inputs import ATTENTIONS, Row
+from lln.study.paper.figures.inputs import ATTENTIONS
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from lln.instruments import fit_lognormal, measure, temperature
 from lln.moments import calibrate
+from lln.records.rows import Row
 from lln.study.data import bundled as data
-from lln.study.paper.figures.inputs import Row
 
 MASKED_SHARE = 0.15
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lln.study.paper.figures.inputs import ATTENTIONS, Row, gaussian, spread
+from lln.records.rows import Row
+from lln.study.paper.figures.inputs import ATTENTIONS, gaussian, spread
 
 MEASURES = ("entropy", "spectral_gap", "mutual_information", "column_bias")
 

@@ -6,12 +6,10 @@ Rows are what ``lln figure`` writes to CSV, so a figure can be drawn again witho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from lln.records.rows import Row
 from lln.study.plots.canvas import MARKERS, Axis
 from lln.study.plots.panels import Curve, Panel
-
-Row = dict[str, Any]
 
 # Order, colour and marker of the attentions, the same in every figure.
 STYLES: dict[str, tuple[int | None, str]] = {

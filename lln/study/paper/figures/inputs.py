@@ -16,8 +16,6 @@ from lln.instruments import measure
 from lln.instruments.heads import build_head
 from lln.moments import match_moments
 
-Row = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class Attention:

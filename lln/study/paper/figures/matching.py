@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lln.instruments import fit_lognormal, log_variance
-from lln.study.paper.figures.inputs import ATTENTIONS, Row, gaussian, spread
+from lln.records.rows import Row
+from lln.study.paper.figures.inputs import ATTENTIONS, gaussian, spread
 
 MATCHED = ("softmax", "LLN paper", "LLN variance", "LLN entropy", "LLN α = β = 1")
 HISTOGRAM = ("softmax", "LLN paper", "LLN variance", "LLN α = β = 1")

@@ -25,9 +25,10 @@ from lln.instruments import (
     second_eigenvalue,
 )
 from lln.records import machine
+from lln.records.rows import Row
 from lln.study.bench import sweep
 from lln.study.paper.figures.activations import activation_rows
-from lln.study.paper.figures.inputs import ATTENTIONS, Attention, Row, gaussian, spread
+from lln.study.paper.figures.inputs import ATTENTIONS, Attention, gaussian, spread
 
 DRAWS = 6
 BLOCK = 64  # of LLN+Diag

@@ -12,11 +12,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import lln
 from lln.records import files, machine
+from lln.records.rows import Row
 from lln.study.bench import sweep
 from lln.study.page import Page, Plot, Plots, Section, Text, render
 from lln.study.paper.figures import FIGURES
 from lln.study.paper.figures.drawing import PANELS
-from lln.study.paper.figures.inputs import Row
 from lln.study.plots.panels import as_files, as_page_plots
 
 LEDE = (

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lln.study.paper.figures.inputs import Row
+from lln.records.rows import Row
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lln.study.page import Table
 from lln.study.paper.accuracy import TESTED, at_best_rate, rate, rates_tried
 from lln.study.paper.results import (
     Mean,
@@ -16,7 +17,6 @@ from lln.study.paper.results import (
     origin,
     origin_text,
 )
-from lln.study.paper.tables.table import Table
 from lln.study.paper.values import ARENA, TABLE_5
 
 NAMES = {
@@ -74,7 +74,7 @@ def _table(by_task: dict[str, list[Row]]) -> Table:
         if word in TABLE_5:
             lines.append(["  in the paper", *_printed(word, by_task)])
         records.append(_record(name, best, means))
-    return Table(_title(by_task), columns, lines, _notes(by_task, late, everything), records)
+    return Table(columns, lines, _title(by_task), _notes(by_task, late, everything), records)
 
 
 def shown(row: Row) -> str:

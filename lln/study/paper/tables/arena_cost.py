@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lln.study.page import Table
 from lln.study.paper.results import Row, grouped, in_paper_order, origin, origin_text
 from lln.study.paper.tables.arena import NAMES, shown
-from lln.study.paper.tables.table import Table
 from lln.study.paper.values import ARENA, TABLE_4_MB, TABLE_4_SECONDS, Numbers
 from lln.study.plots.numbers import three_digits
 
@@ -55,7 +55,7 @@ def _table(rows: list[Row]) -> Table:
     )
     columns = ["", *(NAMES[task] for task in tasks)]
     records = [_record(name, own) for (name, _), own in cells.items()]
-    return Table(title, columns, lines, [note for note in notes if note], records)
+    return Table(columns, lines, title, [note for note in notes if note], records)
 
 
 def _name(row: Row) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lln.study.page import Table
 from lln.study.paper.results import (
     SETTING,
     Mean,
@@ -18,7 +19,6 @@ from lln.study.paper.results import (
     origin_text,
     setting,
 )
-from lln.study.paper.tables.table import Table
 
 TASKS = {
     "mnli": "MNLI",
@@ -81,9 +81,9 @@ def _table(scale: dict[str, Any], tuned: list[Row], trained: list[Row]) -> Table
     columns = ["", "MLM loss", *average, *(TASKS[task] for task in tasks), "parameters"]
     everything = [*tuned, *(row for rows in pretrained.values() for row in rows)]
     return Table(
-        f"Table 1 at our scale: {_words(scale)}",
         columns,
         [line for line, _ in found],
+        f"Table 1 at our scale: {_words(scale)}",
         [_measures(tasks), PROTOCOL, *_data_notes(tuned, tasks), origin_text(everything)],
         [record for _, record in found],
     )

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lln.study.page import Table
 from lln.study.paper.results import (
     Mean,
     Row,
@@ -19,7 +20,6 @@ from lln.study.paper.results import (
     setting,
     was_alone,
 )
-from lln.study.paper.tables.table import Table
 
 OF_A_STEP = (
     *("layers", "width", "heads", "feed_forward", "length", "batches", "batch_size"),
@@ -94,7 +94,7 @@ def _table(rows: list[Row], curves: Sequence[Row], steps: Mapping[Any, Row]) -> 
         origin_text(rows),
     ]
     columns = ["", "loss", "at equal time", "tokens/s", "peak GiB", "parameters", "LLN share"]
-    return Table(title, columns, [line for line, _ in found], notes, [each for _, each in found])
+    return Table(columns, [line for line, _ in found], title, notes, [each for _, each in found])
 
 
 def _about_time(seconds: float | None, speeds: Sequence[str]) -> Iterator[str]:

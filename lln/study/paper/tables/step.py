@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lln.study.page import Table
 from lln.study.paper.results import (
     Row,
     grouped,
@@ -14,7 +15,6 @@ from lln.study.paper.results import (
     origin,
     origin_text,
 )
-from lln.study.paper.tables.table import Table
 from lln.study.plots.numbers import three_digits
 
 SETTING = ("recipe", "layers", "width", "heads", "batch_size", "precision", "compile", "graph")
@@ -52,7 +52,7 @@ def _table(rows: list[Row]) -> Table:
     ]
     columns = ["N", *(f"{length:,}" for length in lengths)]
     records = [_record(name, own) for name, own in cells.items()]
-    return Table(title, columns, lines, notes, records)
+    return Table(columns, lines, title, notes, records)
 
 
 def _length(row: Row) -> int:

@@ -7,11 +7,9 @@ scales, none if there are no rows. Numbers come from rows only.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from lln.study.page import Table
 from lln.study.paper import results
 
 # number -> where the function is, what it needs, and how to get the rows
@@ -30,33 +28,8 @@ TABLES: dict[str, tuple[str, str, str]] = {
 WITH_CURVES = ("pretraining",)
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table that is ready to be shown.
-
-    Attributes:
-        title: With the scale and the data.
-        lines: Cells as text; the first column names the mechanism.
-        notes: What one must know to read it.
-        records: The same as objects, with configuration, seeds, device, versions and commit.
-    """
-
-    title: str
-    columns: Sequence[str]
-    lines: Sequence[Sequence[str]]
-    notes: Sequence[str] = ()
-    records: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
-
-    def markdown(self) -> str:
-        """For README and documentation."""
-        head = [self.columns, ["---", *("---:" for _ in self.columns[1:])]]
-        body = "\n".join("| " + " | ".join(line) + " |" for line in [*head, *self.lines])
-        notes = "\n".join(f"- {note}" for note in self.notes)
-        return f"**{self.title}**\n\n{body}\n\n{notes}".rstrip()
-
-
 def make(number: str, folder: Path) -> list[Table]:
-    """The tables of a number, from the rows in ``folder``."""
+    """Return the tables of a number, from the rows in ``folder``."""
     if number not in TABLES:
         raise ValueError(f"table {number!r} is unknown; there are {', '.join(TABLES)}")
     module = importlib.import_module(TABLES[number][0])
@@ -66,6 +39,6 @@ def make(number: str, folder: Path) -> list[Table]:
 
 
 def nothing(number: str, folder: Path) -> str:
-    """What to say when there are no rows."""
+    """Say what is missing when there are no rows."""
     _, what, command = TABLES[number]
     return f"no rows of {what} in {folder}; they come from `{command}`"

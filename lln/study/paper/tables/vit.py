@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lln.study.page import Table
 from lln.study.paper.accuracy import at_best_rate, is_fixed, rate, rates_note
 from lln.study.paper.results import (
     Mean,
@@ -17,7 +18,6 @@ from lln.study.paper.results import (
     origin_text,
     was_alone,
 )
-from lln.study.paper.tables.table import Table
 from lln.study.paper.values import TABLE_3
 from lln.study.plots.numbers import three_digits
 
@@ -69,7 +69,7 @@ def _table(rows: list[Row]) -> Table:
         origin_text(rows),
     ]
     columns, lines = _filled(COLUMNS, [line for line, _ in found])
-    return Table(title, columns, lines, notes, [record for _, record in found])
+    return Table(columns, lines, title, notes, [record for _, record in found])
 
 
 def _filled(columns: Sequence[str], lines: list[list[str]]) -> tuple[list[str], list[list[str]]]:

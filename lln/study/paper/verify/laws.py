@@ -6,8 +6,9 @@ import torch
 
 from lln.instruments import fit_lognormal, lln_temperature, log_variance, temperature
 from lln.moments import PAPER, calibrate, fit_line
+from lln.records.rows import Row
 from lln.study.paper.figures import matching, sums
-from lln.study.paper.figures.inputs import ATTENTIONS, Row, gaussian
+from lln.study.paper.figures.inputs import ATTENTIONS, gaussian
 from lln.study.paper.verify.check import Check, Evidence
 
 MODERATE = matching.Setting(variances=(0.5, 1.0, 2.0, 4.0), draws=2)
