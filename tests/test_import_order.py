@@ -42,13 +42,15 @@ STUDY: dict[str, set[str]] = {
     "study.bench": {"study.plots", *set(LIBRARY) - {"baselines", "distributed"}},
     "study.inspect": {
         *("study.bench", "study.data", "study.page", "study.plots"),
-        *("hf", "instruments", "moments", "ops", "records"),
+        *("device", "hf", "instruments", "moments", "ops", "records"),
     },
     "study.paper.figures": {
         *("study.bench", "study.data", "study.page", "study.paper", "study.paper.tables"),
-        *("study.plots", "functional", "instruments", "moments", "ops", "records"),
+        *("study.plots", "device", "functional", "instruments", "moments", "ops", "records"),
     },
-    "study.paper.verify": {"study.paper.figures", "instruments", "moments", "ops", "records"},
+    "study.paper.verify": {
+        *("study.paper.figures", "device", "instruments", "moments", "ops", "records"),
+    },
     "study.paper.pages": {
         *("study.paper", "study.paper.tables", "study.paper.figures"),
         *("study.page", "study.plots", "records", "nn"),

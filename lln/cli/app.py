@@ -161,6 +161,7 @@ def inspect(
     folder holds only a config.json, runs it on a text, and shows entropy, spectral gap,
     temperature, log-normality, and the heads that are biased.
     """
+    let_waiting_threads_sleep()
     from lln.study.inspect.model import CannotInspect
     from lln.study.inspect.run import run
 

@@ -1,1 +1,1 @@
-"""What a device is asked for: CUDA graphs, TF32 products, processes of its own."""
+"""What a device is asked for: CUDA graphs, TF32 products, threads, processes of its own."""

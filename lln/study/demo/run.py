@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Printed
 
 import lln
+from lln.device.threads import one_thread
 from lln.records import files, machine
 from lln.study.bench import sweep
 from lln.study.demo import concentration, cost, page, training
@@ -43,8 +41,10 @@ def run(
         console=console,
     )
     with bars:
-        spread = _concentration(setting, bars)
-        found = concentration.retrieval(setting)
+        with one_thread():
+            origin = {**machine.facts(), "configuration": setting.describe()}
+            spread = _concentration(setting, bars)
+            found = concentration.retrieval(setting)
         costs = _cost(quick, bars)
         trained = _training(quick, bars)
 
@@ -55,7 +55,6 @@ def run(
     _print(console, page.cost_table(costs), "Time and peak memory of a forward call")
     _print(console, page.training_table(*trained), "A tiny language model")
 
-    origin = {**machine.facts(), "configuration": setting.describe()}
     rows = {
         "concentration": [{**row, **origin} for row in spread],
         "retrieval": [{**row, **origin} for row in found],
@@ -68,7 +67,7 @@ def run(
         sweep.save_json(rows, results, subject="demo")
     facts = {
         "lln": f"{lln.__version__}, commit {origin['commit']}",
-        "device": origin["device"],
+        "device": f"{machine.device_name()} for time and memory, 1 for all else",
         "torch": origin["torch"],
         "inputs": origin["configuration"],
         "took": f"{time.perf_counter() - started:.0f} s",
@@ -83,10 +82,9 @@ def _concentration(setting: concentration.Setting, bars: Progress) -> list[dict]
     total = len(setting.temperatures) * len(concentration.KERNELS)
     task = bars.add_task("entropy and spectral gap", total=total, now="")
     rows = []
-    with _one_thread():
-        for row in concentration.measure(setting):
-            rows.append(row)
-            bars.update(task, advance=1, now=f"τ = {row['temperature']:g}, {row['kernel']}")
+    for row in concentration.measure(setting):
+        rows.append(row)
+        bars.update(task, advance=1, now=f"τ = {row['temperature']:g}, {row['kernel']}")
     bars.update(task, now="")
     return rows
 
@@ -118,17 +116,6 @@ def _training(quick: bool, bars: Progress) -> tuple[list[dict], list[dict], str]
     trained = training.train(quick=quick, workers=workers, watch=watch)
     bars.update(task, now="")
     return trained
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Matrices this small are slower on several threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _print(console: Console, table: Table, title: str) -> None:

@@ -8,9 +8,8 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lln.device.processes import processes
+from lln.device.threads import one_thread
 from lln.records.rows import Row, read_rows
 from lln.study.data.text import BUNDLED
 from lln.study.tasks import mlm
@@ -90,16 +89,12 @@ def _trained(
 
 
 def _run(label: str, folder: Path, quick: bool) -> Row:
-    """One run on one thread: matrices this small are slower on several."""
+    """Train one attention on one thread."""
     attention, options = RUNS[label]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        config = configuration(attention, options, quick=quick)
+    config = configuration(attention, options, quick=quick)
+    with one_thread():
         encoded = mlm.load(BUNDLED, **mlm.reads(config))
         return mlm.run(config, encoded, folder=folder, tensorboard=False)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _updates(folder: Path) -> int:

@@ -14,6 +14,7 @@ from rich.table import Table as Printed
 from rich.text import Text
 
 import lln
+from lln.device.threads import one_thread
 from lln.instruments.recording.attention_call import AttentionCall
 from lln.instruments.recording.recorder import attention_calls
 from lln.records import files, machine
@@ -53,13 +54,15 @@ def run(
     console.print(
         f"[bold]{name}[/bold]: weights {loaded.weights}; {inputs.words}.", highlight=False
     )
-    rows = _measure(_calls(loaded, inputs), console)
+    calls = _calls(loaded, inputs)
+    with one_thread():
+        rows = _measure(calls, console)
 
     _print_maps(console, rows)
     _print_biased(console, rows)
     facts = {
         "lln": f"{lln.__version__}, commit {machine.commit()}",
-        "device": machine.device_name(),
+        "device": f"{machine.device_name()} for the model, 1 for the measurements",
         "torch": torch.__version__,
         "transformers": machine.version("transformers"),
         "weights": loaded.weights,

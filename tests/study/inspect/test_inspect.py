@@ -75,6 +75,21 @@ def test_every_kind_of_model(kind, tmp_path):
     assert f"{float(rows[5]['entropy']):.1f}" in printed
 
 
+def test_heads_are_measured_on_one_thread_and_the_report_says_so(tmp_path, monkeypatch):
+    threads, used = torch.get_num_threads(), []
+    measured = heads.head_rows
+    monkeypatch.setattr(
+        heads, "head_rows", lambda calls: used.append(torch.get_num_threads()) or measured(calls)
+    )
+    torch.set_num_threads(2)
+    try:
+        report = run(save("roberta", tmp_path / "model"), out=tmp_path, tokens=16, sequences=1)
+        assert used == [1] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert "2 threads for the model, 1 for the measurements" in report.read_text(encoding="utf-8")
+
+
 def test_numbers_are_those_of_the_model(tmp_path):
     folder = save("roberta", tmp_path)
     loaded = load(folder)

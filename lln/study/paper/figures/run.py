@@ -6,11 +6,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import lln
+from lln.device.threads import one_thread
 from lln.records import files, machine
 from lln.records.rows import Row
 from lln.study.bench import sweep
@@ -39,8 +39,8 @@ def run(
         TimeElapsedColumn(),
         console=console,
     )
-    facts = machine.facts()
-    with bars:
+    with bars, one_thread():
+        facts = machine.facts()
         for name in names:
             computed[name] = _compute(name, quick, bars)
             written += _write(name, computed[name], folder, facts)
@@ -53,15 +53,10 @@ def run(
 def _compute(name: str, quick: bool, bars: Progress) -> list[Row]:
     figure = FIGURES[name]
     task = bars.add_task(f"figure {name}", total=None if quick else figure.count)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # matrices this small are slower on several threads
     rows, start = [], time.perf_counter()
-    try:
-        for row in figure.quick() if quick else figure.rows():
-            rows.append(row)
-            bars.advance(task)
-    finally:
-        torch.set_num_threads(threads)
+    for row in figure.quick() if quick else figure.rows():
+        rows.append(row)
+        bars.advance(task)
     bars.update(task, total=len(rows), completed=len(rows))
     bars.console.print(f"figure {name}: {figure.title}, {time.perf_counter() - start:.0f} s")
     return rows

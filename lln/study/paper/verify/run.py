@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lln.device.threads import one_thread
 from lln.study.paper.verify import CHECKS
 from lln.study.paper.verify.check import Check, Evidence
 
@@ -20,18 +20,13 @@ def run(console: Console | None = None) -> bool:
     table.add_column("statement, and what was found", ratio=3)
     table.add_column("verdict", ratio=1)
     failed = 0
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # matrices this small are slower on several threads
-    try:
-        with console.status("checking") as status:
-            for check in CHECKS:
-                status.update(f"{check.source}: {check.statement}")
-                evidence = check.test()
-                failed += not evidence.holds
-                told = f"{escape(check.statement)}\n[dim]{escape(evidence.found)}[/]"
-                table.add_row(check.source, told, _verdict(check, evidence))
-    finally:
-        torch.set_num_threads(threads)
+    with console.status("checking") as status, one_thread():
+        for check in CHECKS:
+            status.update(f"{check.source}: {check.statement}")
+            evidence = check.test()
+            failed += not evidence.holds
+            told = f"{escape(check.statement)}\n[dim]{escape(evidence.found)}[/]"
+            table.add_row(check.source, told, _verdict(check, evidence))
     console.print(table)
     console.print(
         f"[bold red]{failed} of {len(CHECKS)} statements failed[/]"
