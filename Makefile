@@ -33,7 +33,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	|| $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: install  ## what LLN attention does, in two or three minutes: runs/demo/report.html
+demo: install  ## what LLN attention does, in two minutes: runs/demo/report.html
 	$(BIN)/lln demo
 
 test: install  ## all fast tests

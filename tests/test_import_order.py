@@ -57,7 +57,7 @@ STUDY: dict[str, set[str]] = {
     },
     "study.demo": {
         *("study.bench", "study.tasks", "study.data", "study.train", "study.page", "study.plots"),
-        *("device", "instruments", "moments", "ops", "records"),
+        *("study.paper.figures", "device", "records"),
     },
 }
 LAYERS = {**LIBRARY, **STUDY, "cli": {*STUDY, "zoo", "nn", "instruments", "records"}}
