@@ -110,7 +110,7 @@ def _said_in(handle: int) -> str:
 
 @contextlib.contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[int]:
-    """A lock file, not emptied: it may be another's."""
+    """Open a lock file without emptying it: another process may hold it."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(target, os.O_RDWR | os.O_CREAT, 0o644)
@@ -121,7 +121,7 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[int]:
 
 
 def _lock(handle: int, *, wait: bool) -> bool:
-    """False if somebody else has the lock; True if it was had, or if there is none to be had."""
+    """Take the lock; False if somebody else has it, True where there are no locks."""
     try:
         import fcntl
     except ImportError:

@@ -81,5 +81,5 @@ class RowFile:
 
 
 def number(value: float) -> float | None:
-    """None instead of NaN and infinity: not measured, or without a finite value."""
+    """Return None instead of NaN and infinity: not measured, or without a finite value."""
     return value if math.isfinite(value) else None

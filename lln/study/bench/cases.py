@@ -35,7 +35,7 @@ FORWARD, TRAINING = "fwd", "fwd+bwd"
 
 @dataclass(frozen=True)
 class Case:
-    """One row to be. ``passes`` is ``"fwd"`` (no gradients recorded) or ``"fwd+bwd"``."""
+    """What one row measures. ``passes`` is ``"fwd"`` (no gradients recorded) or ``"fwd+bwd"``."""
 
     op: str
     impl: str
@@ -223,7 +223,7 @@ def call(case: Case, tensors: Iterable[Tensor]) -> Callable[[], object]:
 
 
 def powers(first: int, last: int) -> list[int]:
-    """first, 2·first, … up to last."""
+    """List first, 2·first, … up to last."""
     return [first * 2**n for n in range(int(math.log2(last / first)) + 1)]
 
 

@@ -111,7 +111,7 @@ def compile_ahead(cases: Sequence[Case], processes: int) -> None:
 def in_processes(
     work: Callable[[Sequence[Any]], None], items: Sequence[Any], processes: int, seconds: float
 ) -> None:
-    """``work`` on equal shares of ``items``, for as long as ``seconds``."""
+    """Call ``work`` on equal shares of ``items``, for as long as ``seconds``."""
     groups = [group for i in range(processes) if (group := items[i::processes])]
     with get_context("spawn").Pool(max(1, len(groups))) as pool, contextlib.suppress(TimeoutError):
         pool.map_async(work, groups).get(seconds)  # a process that dies never answers
@@ -287,7 +287,7 @@ def run(
 
 
 def _save(rows: Sequence[sweep.Row], folder: Path) -> Path:
-    """Rows and ratios so far; called as the run goes, so that a cut run keeps what it measured."""
+    """Write rows and ratios so far, again and again: a run that is cut keeps what it measured."""
     content: dict[str, list[Any]] = {"ratios": ratios(rows), "rows": list(rows)}
     return sweep.save_json(content, folder, subject="gpu", device="cuda")
 

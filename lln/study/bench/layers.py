@@ -26,7 +26,7 @@ OURS = ("lln", "lln_diag")
 
 @dataclass(frozen=True)
 class LayerCase:
-    """One row to be. ``impl`` is an option of softmax and LLN; the others have "eager" only."""
+    """What one row measures. ``impl`` is for softmax and LLN; the others have "eager" only."""
 
     mechanism: str
     impl: str
@@ -90,7 +90,7 @@ def call(case: LayerCase) -> Callable[[], object]:
 
 
 def check(cases: Iterable[LayerCase]) -> int:
-    """Each layer on its device, padding included, against itself in float64 on the CPU.
+    """Compare each layer on its device, padding included, with itself in float64 on the CPU.
 
     The formulas themselves are compared by the tests; this sees a device that computes something
     else. Our own are compared in the dtype that is measured, since kernels depend on it, the

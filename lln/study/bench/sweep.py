@@ -1,4 +1,4 @@
-"""From cases to rows, from rows to ratios, growth exponents and files."""
+"""Turns cases into rows, and rows into ratios, growth exponents and files."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def as_json(content: dict[str, Any]) -> str:
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """The rows as CSV, columns in the order of the first row."""
+    """Return the rows as CSV, columns in the order of the first row."""
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()

@@ -57,7 +57,7 @@ def augment(
 
 
 def mirror(index: Tensor, side: int) -> Tensor:
-    """Indices beyond an edge come back from it: -1 -> 1, side -> side - 2."""
+    """Reflect indices beyond an edge: -1 -> 1, side -> side - 2."""
     index = index.abs()
     return torch.where(index < side, index, 2 * (side - 1) - index)
 

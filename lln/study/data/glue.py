@@ -218,7 +218,7 @@ def _lines(task: Glue, path: Path) -> Examples:
 
 
 def _clean(task: Glue, text: str) -> str:
-    """Sources that were tokenized differently made alike: lower case, punctuation split off."""
+    """Make sources alike that were tokenized differently: lower case, punctuation split off."""
     return " ".join(re.findall(r"\w+|[^\w\s]", text.lower())) if task.normalized else text
 
 

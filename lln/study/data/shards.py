@@ -85,7 +85,7 @@ def generate(
 
 @contextmanager
 def _only_one(folder: Path) -> Iterator[None]:
-    """Other processes that want the same data wait and then find them."""
+    """Let one process make the data; others that want the same wait and then find them."""
     with (folder / ".lock").open("w") as stream:
         try:
             import fcntl
@@ -108,7 +108,7 @@ def _complete(folder: Path) -> dict[str, Any] | None:
 
 
 def _rows(path: Path) -> int | None:
-    """Of an array in a file; None if it is not there or was cut off."""
+    """Count the rows of an array in a file; None if it is not there or was cut off."""
     try:
         return len(np.load(path, mmap_mode="r"))
     except (OSError, EOFError, ValueError):
@@ -120,7 +120,7 @@ def _path(folder: Path, number: int) -> Path:
 
 
 def _is_whole(path: Path) -> bool:
-    """A shard that was cut off is made again."""
+    """Whether a shard is complete; one that was cut off is made again."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None

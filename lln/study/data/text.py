@@ -61,7 +61,7 @@ class Corpus:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Those that have articles."""
+        """Name the splits that have articles."""
         return SPLITS if "test" in self.files else SPLITS[:2]
 
 
@@ -192,7 +192,7 @@ def _hold_out(texts: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _end_of_training(text: str) -> int:
-    """After a line if one ends near by, else after a word, else anywhere."""
+    """Return where to cut: after a line if one ends near by, else after a word, else anywhere."""
     last = round((1 - HELD_OUT) * len(text))
     first = round((1 - 2 * HELD_OUT) * len(text))
     ends = (text.rfind(mark, first, last) + 1 for mark in ("\n", " "))

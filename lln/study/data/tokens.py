@@ -59,7 +59,7 @@ class Encoded:
 
 
 class _Size:
-    """In place of a tokenizer, where only the number of its ids matters."""
+    """A stand-in for a tokenizer where only the number of its ids matters."""
 
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary

@@ -30,7 +30,7 @@ STEPS, QUICK_STEPS = 280, 20  # long enough for every run to leave its plateau
 def configuration(
     attention: str, options: Mapping[str, Any] | None = None, *, quick: bool = False
 ) -> mlm.MLMConfig:
-    """The run of one attention; the same for all but for that."""
+    """Configure the run of one attention; the runs differ in nothing else."""
     steps = QUICK_STEPS if quick else STEPS
     evaluations = 2 if quick else 4
     every = {"eval_every": steps // evaluations, "log_every": steps // 20}
@@ -45,7 +45,7 @@ def train(
     workers: int | None = None,
     watch: Callable[[str, int], None],
 ) -> tuple[list[Row], list[Row], str]:
-    """Result rows, curve rows (with ``attention``), and a line about the setting.
+    """Return result rows, curve rows (with ``attention``), and a line about the setting.
 
     Args:
         workers: Runs at once, as processes of one thread each; None trains in this one.
@@ -69,7 +69,7 @@ def _trained(
     workers: int | None,
     watch: Callable[[str, int], None],
 ) -> Iterator[tuple[str, Row]]:
-    """Each run's row, in the order of the runs."""
+    """Yield each run's row, in the order of the runs."""
     if workers is None:
         for label, folder in places.items():
             yield label, _run(label, folder, quick)
@@ -98,7 +98,7 @@ def _run(label: str, folder: Path, quick: bool) -> Row:
 
 
 def _updates(folder: Path) -> int:
-    """How many a run that may not have begun has noted."""
+    """Count the updates a run has noted; 0 if it has not begun."""
     path = folder / CURVE
     rows = read_rows(path) if path.exists() else []
     return rows[-1]["step"] if rows else 0

@@ -33,12 +33,12 @@ SINK = 0.25  # mean attention on one key, of a causal head
 
 
 def head_rows(calls: Sequence[AttentionCall]) -> Iterator[list[Row]]:
-    """The rows of one layer after the other; means over the sequences, None = not measured."""
+    """Yield the rows of each layer: means over the sequences, None where not measured."""
     unbiased: dict[tuple[int, int], Tensor] = {}
     for call in calls:
         table = {name: call.q.new_full(call.q.shape[:2], math.nan) for name in MATRIX_MEASURES}
         if call.kernel in MEASURABLE and not call.unreadable:
-            table = _of_the_matrix(call)
+            table = _matrix_measures(call)
         table |= call.measured(MEASURES)
         means = {name: values.nanmean(0) for name, values in table.items()}
         means |= _gap_of_unbiased(call, means["temperature"], unbiased)
@@ -66,8 +66,8 @@ def is_biased(row: Row) -> bool | None:
     return excess > EXCESS_GAP and row["column_bias"] >= COLUMN_BIAS
 
 
-def _of_the_matrix(call: AttentionCall) -> dict[str, Tensor]:
-    """[S, H] each: the law of ln P and its prediction, from matrices held one sample at a time."""
+def _matrix_measures(call: AttentionCall) -> dict[str, Tensor]:
+    """Measure the law of ln P beside its prediction, [S, H] each; one matrix is held at a time."""
     found = []
     variance = moments.score_variance(
         call.q, repeat_heads(call.k, call.heads), key_mask=call.keys, query_mask=call.tokens
@@ -86,7 +86,7 @@ def _of_the_matrix(call: AttentionCall) -> dict[str, Tensor]:
 
 
 def alike_rows(p: Tensor, is_causal: bool) -> Tensor:
-    """All rows, or of a causal matrix the second half, which see about equally many keys."""
+    """Return all rows, or of a causal matrix the second half, which see about equally many keys."""
     return p[..., p.shape[-2] // 2 :, :] if is_causal else p
 
 

@@ -104,7 +104,7 @@ def _load_weights(transformers, folder: Path, config, local: dict[str, Any]) -> 
 
 
 def _check_finite(folder: Path, model: torch.nn.Module) -> None:
-    """NaN spreads from one weight to every measurement after it."""
+    """Refuse weights that are not finite: NaN spreads from one to every measurement after it."""
     for name, weight in model.named_parameters():
         wrong = int((~weight.isfinite()).sum())
         if wrong:
@@ -204,7 +204,7 @@ def _check_config(folder: Path) -> None:
 
 
 def _reading(folder: Path, read):
-    """Whatever goes wrong in a library while it reads the folder, said in one way."""
+    """Say in one way whatever goes wrong in a library while it reads the folder."""
     try:
         return read()
     except Exception as error:
@@ -222,7 +222,7 @@ def _transformers():
 
 @contextlib.contextmanager
 def _quiet(transformers) -> Iterator[None]:
-    """Without the library's own warnings and bars: what matters is said by us."""
+    """Silence the warnings and bars of the library inside the block: we say what matters."""
     logging = transformers.utils.logging
     kept, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -100,7 +100,7 @@ def build(rows: Sequence[Row], name: str, lede: str, facts: Mapping[str, str]) -
 
 
 def cells_of(rows: Sequence[Row], quantity: str) -> list[list[float | None]]:
-    """A line per layer, a column per head."""
+    """Arrange a quantity in a line per layer and a column per head."""
     lines: dict[int, list[float | None]] = {}
     for row in rows:
         lines.setdefault(row["layer"], []).append(row[quantity])
@@ -108,7 +108,10 @@ def cells_of(rows: Sequence[Row], quantity: str) -> list[list[float | None]]:
 
 
 def colour_limits(quantity: str, cells: Sequence[Sequence[float | None]]) -> tuple[float, float]:
-    """The same colour means about the same in every report: scales start at zero where they can."""
+    """Return the ends of the colour scale, which starts at zero where it can.
+
+    So the same colour means about the same in every report.
+    """
     low, high = limits_of(cells)
     return LOWEST.get(quantity, low), max(high, HIGHEST_AT_LEAST.get(quantity, high))
 

@@ -89,7 +89,7 @@ def _read(text: Path | None) -> str:
 
 
 def _calls(loaded: Loaded, inputs: Inputs) -> list[AttentionCall]:
-    """One forward pass without gradients, all samples kept."""
+    """Run one forward pass without gradients; return its attention calls, all samples kept."""
     count = next(iter(inputs.arguments.values())).shape[0]
     name = type(loaded.model).__name__
     with torch.no_grad(), attention_calls(loaded.model, samples=count) as calls:
@@ -138,7 +138,7 @@ def _lede(loaded: Loaded, inputs: Inputs) -> str:
 
 
 def _print_maps(console: Console, rows: Sequence[heads.Row]) -> None:
-    """Layers × heads, coloured as in the report; wide models in several parts."""
+    """Print layers × heads, coloured as in the report; wide models in several parts."""
     causal = any(row["causal"] for row in rows)
     for quantity in ("entropy", "top_key" if causal else "spectral_gap"):
         title, form, _ = page.MAPS[quantity]

@@ -14,7 +14,7 @@ def rate(row: Row) -> float:
 
 
 def at_best_rate(rows: Sequence[Row]) -> list[Row]:
-    """Of runs that differ in rate and seed, those of the rate that is best on validation.
+    """Select, of runs that differ in rate and seed, those of the rate best on validation.
 
     Only seeds that every rate has are compared, so that a rate is not chosen for its luck with
     another seed.

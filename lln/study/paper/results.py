@@ -93,7 +93,7 @@ def grouped(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> dict[Any, li
 
 
 def in_paper_order(row: Row) -> tuple[int, str, int, str]:
-    """Sorts mechanisms as the paper's tables do, plain options before others."""
+    """Return the key that sorts mechanisms as the paper does, plain options before others."""
     name = row["mechanism"]
     place = ORDER.index(name) if name in ORDER else len(ORDER)
     return place, name, len(options(row)), options(row)
@@ -152,7 +152,7 @@ class Mean:
 
     @staticmethod
     def of(values: Iterable[float | None]) -> Mean | None:
-        """None without a value."""
+        """Average what is known; None without a value."""
         known = [value for value in values if value is not None]
         if not known:
             return None
@@ -184,7 +184,7 @@ def origin(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def origin_text(rows: Sequence[Row]) -> str:
-    """The same in a line."""
+    """Say in a line where rows come from."""
     facts = origin(rows)
     dates = sorted({row["date"][:10] for row in rows if row.get("date")})
     days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}" if dates else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def short_number(value: float) -> str:
-    """For axes: 512 -> "512", 4096 -> "4k" (thousands of 1024 when exact), 0.25 -> "0.25"."""
+    """Write a number for an axis: 512, "4k" for 4096 (thousands of 1024 when exact), 0.25."""
     if value >= 1024 and value % 1024 == 0:
         return f"{value / 1024:g}k"
     if value >= 10_000:
@@ -13,7 +13,7 @@ def short_number(value: float) -> str:
 
 
 def three_digits(value: float | None) -> str:
-    """For tables: 0.0412, 3.14, 31.4, 3,142; nothing for None."""
+    """Write a number for a table: 0.0412, 3.14, 31.4, 3,142; nothing for None."""
     if value is None:
         return ""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

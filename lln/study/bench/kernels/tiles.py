@@ -108,7 +108,7 @@ def trials(kernel: str, width: int) -> list[Trial]:
 
 @contextlib.contextmanager
 def using(trial: Trial) -> Iterator[None]:
-    """The ops take the tile of a trial."""
+    """Have the ops take the tile of a trial inside the block."""
     table = tiles.HALF[trial.kernel]
     entry = min(width for width in table if width >= trial.width)
     before = table[entry]
@@ -122,7 +122,7 @@ def using(trial: Trial) -> Iterator[None]:
 
 
 def forget_plans() -> None:
-    """What follows from the table is remembered."""
+    """Drop what was remembered of the table of tiles."""
     for remembered in (tiles.tile, tiles.block_tile, tiles.split):
         remembered.cache_clear()
 

@@ -103,7 +103,7 @@ def _losses(chosen: Sequence[Row], slots: Mapping[str, int]) -> list[Panel]:
 
 
 def _near_the_end(panel: Panel) -> Panel:
-    """Without what is far above the best end, which would press the rest together."""
+    """Drop what is far above the best end, which would press the rest together."""
     ends = [curve.y[-1] for curve in panel.curves if curve.y]
     if not ends:
         return panel
@@ -200,7 +200,7 @@ def _curve(label: str, rows: Sequence[Row], quantity: str, *, slot: int, x: str 
 
 
 def _scale(line: Row) -> str:
-    """What a number means: size, data, precision."""
+    """Describe the run behind a curve: size, data, precision."""
     of = line["configuration"]
     return (
         f"{of['layers']} layers of {of['width']}, {of['heads']} head(s), N = {of['length']}, batch "

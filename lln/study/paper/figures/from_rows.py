@@ -35,5 +35,5 @@ def draw(name: str, rows: Path, folder: Path) -> list[Path]:
 
 
 def nothing(name: str, rows: Path) -> str:
-    """What to say when there are no rows."""
+    """Say what is missing when there are no rows."""
     return f"no rows for figure {name} in {rows}; they come from `{FIGURES[name].command}`"

@@ -33,7 +33,7 @@ class Setting:
 
 
 def fenton(variance: float, terms: int) -> float:
-    """Eq. (28)."""
+    """Var[ln S] by eq. (28)."""
     return math.log(math.expm1(variance) / terms + 1)
 
 
@@ -90,7 +90,7 @@ def _variance(x: Tensor) -> tuple[float, float]:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Least squares."""
+    """Fit a line by least squares; return slope and intercept."""
     x, y = torch.tensor(points, dtype=torch.float64).T
     slope = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
     return slope.item(), (y.mean() - slope * x.mean()).item()

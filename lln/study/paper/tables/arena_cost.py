@@ -59,7 +59,7 @@ def _table(rows: list[Row]) -> Table:
 
 
 def _name(row: Row) -> str:
-    """Two kinds of softmax differ in nothing but their cost."""
+    """Name a mechanism; two kinds of softmax, which differ in cost alone, are told apart."""
     return f"{shown(row)} (SDPA)" if row["mechanism"] == "softmax" else shown(row)
 
 
@@ -95,7 +95,7 @@ def _time(row: Row | None) -> str:
 
 
 def own_memory(row: Row) -> float | None:
-    """Peak without the data."""
+    """Return the peak of memory without the data."""
     peak = row.get("peak_mb")
     return None if peak is None else peak - (row.get("data_mb") or 0)
 

@@ -73,7 +73,7 @@ def _table(rows: list[Row]) -> Table:
 
 
 def _filled(columns: Sequence[str], lines: list[list[str]]) -> tuple[list[str], list[list[str]]]:
-    """Without columns that no line has a value for, such as times where all runs had company."""
+    """Drop columns that no line has a value for, such as times where every run shared its GPU."""
     kept = [i for i, name in enumerate(columns) if not name or any(line[i] for line in lines)]
     return [columns[i] for i in kept], [[line[i] for i in kept] for line in lines]
 
