@@ -17,8 +17,9 @@ from lln import moments
 from lln.moments.slots import first_map, slot_factor
 from lln.ops import reference
 from lln.records import machine
+from lln.records.rows import Row
 from lln.study.bench import sweep
-from lln.study.paper.figures.inputs import Row, gaussian, spread
+from lln.study.paper.figures.inputs import gaussian, spread
 
 DRAWS = 20
 BLOCK = 128

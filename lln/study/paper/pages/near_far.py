@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lln.study.paper.pages.blocks import NOTHING_YET, Blocks, latest, markdown_table, origin
+from lln.study.paper.results import origin_text, read
 
 Row = dict[str, Any]
 
@@ -54,4 +55,44 @@ def slots(results: Path) -> str:
     return f"{markdown_table(['slots', *map(str, counts)], lines)}\n\n{words}"
 
 
-BLOCKS: Blocks = {"near_far": concentration, "near_far_slots": slots}
+def screen(results: Path) -> str:
+    """Losses of short pre-trainings: how the branches are put together, and how far they reach."""
+    rows = read(results / "near_far", "mlm") if (results / "near_far").exists() else []
+    if not rows:
+        return NOTHING_YET
+    losses: dict[tuple[str, str], dict[int, str]] = {}
+    for row in rows:
+        given = dict(row["configuration"]["options"])
+        conv = given.pop("conv", 0)
+        losses.setdefault(_form(row["mechanism"], given), {})[conv] = f"{row['loss']:.2f}"
+    convs = sorted({conv for found in losses.values() for conv in found})
+    lines = [
+        [form, reach, *(found.get(conv, "–") for conv in convs)]
+        for (form, reach), found in sorted(losses.items(), key=lambda entry: _order(entry[0]))
+    ]
+    names = ["branches", "near keys", *(f"conv {conv}" if conv else "no conv" for conv in convs)]
+    tokens = rows[0]["tokens"] / 1e6
+    words = (
+        f"Loss on held-out text after {tokens:.0f}M tokens of wiki2015, RoBERTa with 6 layers × "
+        f"512, N = 512, one seed each; two equal runs may differ by 0.1. ({origin_text(rows)})"
+    )
+    return f"{markdown_table(names, lines)}\n\n{words}"
+
+
+def _form(mechanism: str, options: dict[str, Any]) -> tuple[str, str]:
+    """How the branches are put together, and the near keys of a query, in words."""
+    if mechanism == "softmax":
+        return "softmax", "all"
+    block, overlap = options.get("diag_block", 128), options.get("diag_overlap", 0)
+    reach = f"block of {block}" + (f", {overlap} on either side" if overlap else "")
+    if mechanism == "lln_diag":
+        return "learned mix", reach
+    return f"one normaliser, far = {options.get('far', 'others')}", reach
+
+
+def _order(entry: tuple[str, str]) -> tuple[int, str, str]:
+    forms = ("softmax", "learned mix")
+    return forms.index(entry[0]) if entry[0] in forms else len(forms), *entry
+
+
+BLOCKS: Blocks = {"near_far": concentration, "near_far_slots": slots, "near_far_screen": screen}
