@@ -39,40 +39,42 @@ class FeatureMap(nn.Module):
     ) -> None:
         super().__init__()
         self.kind, self.head_dim, self.slots, self.seed = kind, head_dim, slots, seed
-        sizes = {"q": num_heads, "k": num_kv_heads}
-        for name, heads in sizes.items():
-            weight = torch.empty(heads, head_dim, slots, device=device, dtype=dtype)
-            self._add(f"{name}_map", weight)
-        bias = torch.empty(num_heads, slots, device=device, dtype=dtype)
-        self.bias = nn.Parameter(bias) if kind == "learned" else None
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, device=device, dtype=dtype)
+
+        self.bias = None
+        if kind == "learned":
+            self.q_map: Tensor = nn.Parameter(empty(num_heads, head_dim, slots))
+            self.k_map: Tensor = nn.Parameter(empty(num_kv_heads, head_dim, slots))
+            self.bias = nn.Parameter(empty(num_heads, slots))
+        else:  # one for all heads, stored: a model may be built where nothing is computed
+            self.register_buffer("map", empty(head_dim, slots))
         self.reset_parameters()
 
-    q_map: Tensor
-    k_map: Tensor
-
-    def _add(self, name: str, weight: Tensor) -> None:
-        if self.kind == "learned":
-            self.register_parameter(name, nn.Parameter(weight))
-        else:  # made again from the seed, wherever it is needed
-            self.register_buffer(name, weight, persistent=False)
+    map: Tensor
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Start again."""
         start = first_map(FAMILY[self.kind], self.head_dim, self.slots, self.seed)
-        for weight in (self.q_map, self.k_map):
+        for weight in self._maps():
             weight.copy_(start)
         if self.bias is not None:
             self.bias.zero_()
+
+    def _maps(self) -> tuple[Tensor, Tensor]:
+        return (self.q_map, self.k_map) if self.kind == "learned" else (self.map, self.map)
 
     def forward(
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv M D"]
     ) -> tuple[Float[Tensor, "B H N S"], Float[Tensor, "B Hkv M S"]]:
         """The features of queries and keys, in their dtype."""
-        features = q @ self.q_map.to(q.dtype)
+        q_map, k_map = self._maps()
+        features = q @ q_map.to(q.dtype)
         if self.bias is not None:
             features = features + self.bias.to(q.dtype)[:, None]
-        return features, k @ self.k_map.to(k.dtype)
+        return features, k @ k_map.to(k.dtype)
 
     def extra_repr(self) -> str:
         """The kind and the number of slots."""

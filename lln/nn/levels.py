@@ -56,7 +56,10 @@ class Level(nn.Module):
 
         E ln K⁻¹ Σ_jl exp(α q_l + β k_jl) = ln S + (α² + β²)/2.
         """
-        alpha, beta = (x.cpu() for x in statistics.stored())
+        given = getattr(statistics, "first", None)  # of constants; on no device nothing is known
+        if given is None or any(x.is_meta for x in given):
+            given = self.matching.scales(torch.ones(3, self.matching.num_kv_heads, device="cpu"))
+        alpha, beta = given
         beta = beta.repeat_interleave(len(alpha) // len(beta))
         exact = self.scale**2 * self.matching.head_dim / 2
         return exact - math.log(self.matching.slots) - (alpha.square() + beta.square()) / 2

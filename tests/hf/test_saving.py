@@ -26,6 +26,13 @@ CASES = [
     ("gpt2", "lln", {"conv": 4}),
     ("llama", "lln_diag", {"diag_block": 4, "target": "measured", "statistics": "running"}),
     ("qwen3", "lln_diag", {"layers": [1]}),
+    ("bert", "lln_nearfar", {"diag_block": 4, "feature_map": "learned", "slots": 24}),
+    ("bert", "lln_nearfar", {"diag_block": 4, "feature_map": "rotations", "slots": 16}),
+    (
+        "llama",
+        "lln_nearfar",
+        {"diag_block": 4, "diag_overlap": 2, "sinks": 1, "learn_scale": True, "center_keys": True},
+    ),
     ("roberta", "performer", {}),
     ("roberta", "hedgehog", {"layers": [0]}),
     ("roberta", "linformer", {"rank": 8, "max_length": 40}),

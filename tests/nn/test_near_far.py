@@ -133,13 +133,10 @@ def test_maps_give_lln_their_features_and_softmax_none(kind, slots, causal):
 
 def test_rotations_are_orthogonal_and_the_same_everywhere():
     one, other = (module(feature_map="rotations", slots=24).features for _ in range(2))
-    blocks = one.q_map[0].unflatten(1, (3, 8)).transpose(0, 1)
+    blocks = one.map.unflatten(1, (3, 8)).transpose(0, 1)
     eye = torch.eye(8, dtype=torch.float64).expand(3, 8, 8)
     torch.testing.assert_close(blocks @ blocks.transpose(1, 2), eye, rtol=1e-5, atol=1e-5)
-    assert (
-        torch.equal(one.q_map, other.q_map)
-        and "features.q_map" not in module(feature_map="rotations", slots=24).state_dict()
-    )
+    assert torch.equal(one.map, other.map) and not list(one.parameters())
 
 
 @pytest.mark.parametrize("mix", ["average", "joint"])
@@ -273,3 +270,21 @@ def test_more_slots_are_as_concentrated_as_softmax(kind, slots, statistics, temp
     soft = torch.softmax(q @ k.transpose(-1, -2) * 32**-0.5, dim=-1)
     bits = [-(x * x.clamp(min=1e-30).log2()).sum(-1).mean().item() for x in (p, soft)]
     assert abs(bits[0] - bits[1]) < 0.08
+
+
+@pytest.mark.parametrize("statistics", ["sample", "running", "fixed"])
+@pytest.mark.parametrize("kind", ["identity", "rotations", "learned"])
+def test_made_on_no_device_and_reset_it_is_as_if_made_here(statistics, kind):
+    options = {"diag_block": 4, "mix": "joint", "statistics": statistics, "feature_map": kind}
+    options |= {"center_keys": True, "learn_scale": True}
+    if kind != "identity":
+        options["slots"] = 16
+    there = LLNAttention(4, 8, **options, device="meta").to_empty(device="cpu")
+    there.reset_parameters()
+    here = LLNAttention(4, 8, **options)
+    expected = here.state_dict()
+    assert there.state_dict().keys() == expected.keys()
+    for name, value in there.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    q = torch.randn(1, 4, 20, 8)
+    assert torch.equal(there(q, q, q), here(q, q, q))
