@@ -135,7 +135,7 @@ _TABLE = (
     Mechanism(
         "lln_nearfar",
         "lln.zoo:lln_core",
-        "this library",
+        _THIS_PAPER,
         time="N (d² + C d)",
         memory="N d",
         options={**_LLN_DIAG, "diag_block": 128, "method": "entropy", "mix": "joint"},

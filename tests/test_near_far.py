@@ -56,13 +56,13 @@ def test_a_level_is_measured_where_none_is_given():
 def test_the_level_is_the_formula(queries, keys, is_causal):
     """Near keys get softmax's share on average, by all pairs."""
     q, k, _ = random_qkv(2, 4, queries, keys, key_heads=2)
-    valid, real = torch.rand(2, keys) > 0.3, torch.rand(2, queries) > 0.3
+    valid, real = torch.rand(2, keys) > 0.3, torch.rand(2, queries).argsort(1) < 20
     k = k.masked_fill(~valid[:, None, :, None], torch.nan)
     alpha, beta = torch.rand(2, 4).double() + 1, torch.rand(2, 2).double() + 1
     window = {"block": 8, "overlap": 3, "sinks": 2}
     masks = {"key_mask": valid, "is_causal": is_causal}
     level = match_level(
-        q, k, alpha=alpha, beta=beta, **window, **masks, query_mask=real, rows=queries
+        q, k, alpha=alpha, beta=beta, **window, **masks, query_mask=real, rows=20
     )
     seen = reference.visible(queries, keys, **masks)
     near = reference.near_field(queries, keys, **window, **masks)
@@ -75,6 +75,17 @@ def test_the_level_is_the_formula(queries, keys, is_causal):
         p = reference.normalize_rows(scores, seen)
         shares.append(((p * near).sum(-1) * counted).sum(-1))
     torch.testing.assert_close(*shares, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_does_not_change_the_level():
+    """Queries are sampled among those that count, so their number of neighbours is the same."""
+    q, k, _ = random_qkv(1, 2, 100)
+    scales = {"alpha": torch.ones(1, 2), "beta": torch.ones(1, 2), "block": 16}
+    alone = match_level(q, k, **scales)
+    mask = torch.arange(140)[None] < 100
+    padded = [torch.nn.functional.pad(x, (0, 0, 0, 40), value=9.0) for x in (q, k)]
+    found = match_level(*padded, **scales, key_mask=mask, query_mask=mask)
+    torch.testing.assert_close(found, alone)
 
 
 def test_the_level_of_nothing_is_zero():

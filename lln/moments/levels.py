@@ -64,7 +64,12 @@ def match_level(
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
     q_far, k_far = q if q_far is None else q_far, k if k_far is None else k_far
     group = heads // max(k.shape[1], 1)
-    index = _spaced(q.shape[2], rows, q.device)
+    index = _spaced(q.shape[2], rows, query_mask, q.device)  # [#B, r]
+
+    def some(x: Tensor) -> Tensor:
+        chosen = index[:, None, :, None].expand(len(x), x.shape[1], -1, x.shape[3])
+        return x.gather(2, chosen).to(dtype)
+
     near, far = _fields(index, q.shape[2], k.shape[2], block, overlap, sinks, key_mask, is_causal)
     hidden = None if key_mask is None else ~key_mask[:, None, :, None]
 
@@ -73,11 +78,11 @@ def match_level(
         return x.repeat_interleave(group, dim=1)
 
     with no_autocast(q):
-        exact = factor * q[:, :, index].to(dtype) @ keys(k).transpose(-1, -2)
+        exact = factor * some(q) @ keys(k).transpose(-1, -2)
         features = keys(k_far) * beta.to(dtype).repeat_interleave(group, dim=1)[..., None, None]
         if normalize_keys:
             features = torch.log_softmax(features, dim=-1)
-        queries = q_far[:, :, index].to(dtype) * alpha.to(dtype)[..., None, None]
+        queries = some(q_far) * alpha.to(dtype)[..., None, None]
         linear = log_products(queries, features)
         near_sum, far_sum, linear_sum = (
             x.masked_fill(~field, -torch.inf).logsumexp(-1)
@@ -85,7 +90,7 @@ def match_level(
         )
     counted = far.any(-1) & far_sum.isfinite() & linear_sum.isfinite()
     if query_mask is not None:
-        counted = counted & query_mask[:, None, index]
+        counted = counted & query_mask.gather(1, index)[:, None]
     return _solve(near_sum, far_sum, linear_sum, counted)
 
 
@@ -105,13 +110,20 @@ def _solve(near: Tensor, far: Tensor, linear: Tensor, counted: Tensor) -> Float[
     return (low + high) / 2
 
 
-def _spaced(tokens: int, rows: int, device: torch.device) -> Int[Tensor, " r"]:
-    """``rows`` evenly spaced positions, some of them twice if there are fewer tokens."""
-    return ((torch.arange(rows, device=device) + 0.5) * (tokens / rows)).long()
+def _spaced(
+    tokens: int, rows: int, query_mask: Tensor | None, device: torch.device
+) -> Int[Tensor, "#B r"]:
+    """``rows`` evenly spaced queries among those that count; some twice if there are fewer."""
+    share = (torch.arange(rows, device=device) + 0.5) / rows
+    if query_mask is None:
+        return (share * tokens).long()[None]
+    valid = query_mask.sum(1, keepdim=True)
+    order = torch.argsort(query_mask.to(torch.uint8), dim=1, descending=True, stable=True)
+    return order.gather(1, (share * valid).long())
 
 
 def _fields(
-    index: Tensor,
+    index: Int[Tensor, "#B r"],
     queries: int,
     keys: int,
     block: int,
@@ -121,12 +133,12 @@ def _fields(
     is_causal: bool,
 ) -> tuple[Bool[Tensor, "#B 1 r M"], Bool[Tensor, "#B 1 r M"]]:
     """Which keys are near the queries ``index``, and which are far from them."""
-    i = index[:, None] + keys - queries
+    i = index[:, None, :, None] + keys - queries
     j = torch.arange(keys, device=index.device)
     start = i.div(block, rounding_mode="floor") * block
     left, right = j < start - overlap, j >= start + block + overlap
     outside = left | (right & (not is_causal))
-    valid = torch.ones_like(j, dtype=torch.bool)[None] if key_mask is None else key_mask
+    valid = (j >= 0)[None] if key_mask is None else key_mask
     is_sink = (valid & (valid.cumsum(1) <= sinks))[:, None, None]
     seen = valid[:, None, None] & ((j <= i) if is_causal else torch.ones_like(outside))
     far = outside & ~is_sink & seen
