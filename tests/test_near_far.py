@@ -61,9 +61,7 @@ def test_the_level_is_the_formula(queries, keys, is_causal):
     alpha, beta = torch.rand(2, 4).double() + 1, torch.rand(2, 2).double() + 1
     window = {"block": 8, "overlap": 3, "sinks": 2}
     masks = {"key_mask": valid, "is_causal": is_causal}
-    level = match_level(
-        q, k, alpha=alpha, beta=beta, **window, **masks, query_mask=real, rows=20
-    )
+    level = match_level(q, k, alpha=alpha, beta=beta, **window, **masks, query_mask=real, rows=20)
     seen = reference.visible(queries, keys, **masks)
     near = reference.near_field(queries, keys, **window, **masks)
     k = k.nan_to_num()

@@ -17,7 +17,7 @@ from lln.hf.open_window import OpenWindow
 from lln.nn import LLNAttention
 from lln.ops.arguments import hide
 from lln.ops.convolution import convolve_next, last_values
-from lln.ops.eager.near_far import combine, continue_all
+from lln.ops.eager.joint.near_far import combine, continue_all
 from lln.ops.state import State, summarize
 from lln.protocols import compute_dtype
 

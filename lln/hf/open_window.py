@@ -11,9 +11,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lln.hf.padding import leading, take
-from lln.ops.eager.far import far_op
-from lln.ops.eager.near import near_op
-from lln.ops.eager.near_far import NOWHERE, read_with_normaliser
+from lln.ops.eager.joint.far import far_op
+from lln.ops.eager.joint.near import near_op
+from lln.ops.eager.joint.near_far import NOWHERE, read_with_normaliser
 from lln.ops.local import Local
 from lln.ops.state import State, summarize
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from lln.ops import reference
 from lln.ops.bidirectional import bidirectional
-from lln.ops.eager.far import far_backward, far_op
-from lln.ops.eager.near import near_backward, near_op
-from lln.ops.eager.near_far import near_share
+from lln.ops.eager.joint.far import far_backward, far_op
+from lln.ops.eager.joint.near import near_backward, near_op
+from lln.ops.eager.joint.near_far import near_share
 from lln.ops.lln_diag import lln_diag
 from lln.ops.near_far import near_far
 from tests.helpers import assert_matches, random_qkv, random_scales, run_with_grads
@@ -341,7 +341,7 @@ def test_memory_is_linear_in_the_length():
 
 @pytest.mark.parametrize("block, overlap", list(itertools.product((1, 7, 16), (0, 3, 20))))
 def test_windows_and_their_gradient_are_adjoint(block, overlap):
-    from lln.ops.eager.near import Grid
+    from lln.ops.eager.joint.near import Grid
 
     grid = Grid(30, 41, block, overlap, 5, False)
     x = torch.randn(1, 1, 41, 2, dtype=torch.float64)
@@ -370,7 +370,7 @@ def test_features_of_their_own_reach_the_average_too():
 )
 @pytest.mark.parametrize("tokens", [128, 500, 1024])
 def test_tiles_of_flex_attention_hold_every_near_key(tokens, block, overlap, sinks, is_causal):
-    from lln.ops import flex
+    from lln.ops.mixed import flex
 
     q = torch.zeros(1, 1, tokens, 16)
     mask = flex._mask(q, block, overlap, sinks, None, is_causal)
@@ -388,8 +388,8 @@ def test_tiles_of_flex_attention_hold_every_near_key(tokens, block, overlap, sin
 @causality
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_computes_the_near_branch(is_causal):
-    from lln.ops import flex
-    from lln.ops.eager.near_far import Sinks
+    from lln.ops.eager.joint.near_far import Sinks
+    from lln.ops.mixed import flex
 
     q, k, v = random_qkv(2, 4, 256, width=16, key_heads=2, dtype=torch.float32)
     window = {"block": 64, "overlap": 32, "sinks": 2}

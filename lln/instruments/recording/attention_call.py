@@ -37,7 +37,7 @@ from lln.instruments.temperature import temperature
 from lln.instruments.variance import log_variance
 from lln.ops.bidirectional import bidirectional
 from lln.ops.causal import causal
-from lln.ops.eager.near_far import near_share_of
+from lln.ops.eager.joint.near_far import near_share_of
 from lln.ops.near_far import near
 from lln.ops.reference import near_field, repeat_heads
 from lln.protocols import compute_dtype

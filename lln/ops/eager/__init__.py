@@ -13,7 +13,7 @@ from lln.ops.arguments import transforms_active
 from lln.ops.eager import fused_blocks
 from lln.ops.eager.block_diagonal import block_diagonal_op
 from lln.ops.eager.causal import causal_op
-from lln.ops.eager.near_far import near, near_far
+from lln.ops.eager.joint.near_far import near, near_far
 from lln.ops.eager.parts import causal_by_parts
 from lln.ops.eager.state import merge, read_op, summarize_op
 from lln.ops.eager.varlen import varlen_op

@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lln.ops.eager.causal_backward import causal_backward
 from lln.ops.eager.features import finite_or_zero
-from lln.ops.eager.segments import Inputs, prefix_states, segments
-from lln.ops.eager.square import attend_square, is_tame
-from lln.ops.eager.tree import Rows, attend_tile
+from lln.ops.eager.triangle.causal_backward import causal_backward
+from lln.ops.eager.triangle.segments import Inputs, prefix_states, segments
+from lln.ops.eager.triangle.square import attend_square, is_tame
+from lln.ops.eager.triangle.tree import Rows, attend_tile
 from lln.ops.registration import register, without_autocast
 from lln.protocols import compute_dtype
 

@@ -5,7 +5,7 @@
 Every row sees the first key, so some weight of it is exactly 1 and nothing that matters underflows;
 no row's arithmetic depends on later keys. A key far above the first would overflow:
 :func:`is_tame` measures how far they go; ordinary activations pass, outliers go through
-:mod:`lln.ops.eager.tree`.
+:mod:`lln.ops.eager.triangle.tree`.
 
 Shapes as in the tree: ``a = α q``, ``f = β k`` ``[X, n, D]``, n a multiple of the tile.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lln.ops.eager.features import finite_or_zero
-from lln.ops.eager.tree import Rows
+from lln.ops.eager.triangle.tree import Rows
 
 # How far a key may lie above the first of its tile: sums of such weights times values stay finite.
 _REACH = {torch.float32: 60.0, torch.float64: 600.0}
@@ -47,7 +47,7 @@ def _first_key(tiles: Tensor) -> Tensor:
 
 
 def attend_square(a: Tensor, f: Tensor, values: Tensor, dropout: Tensor | None, tile: int) -> Rows:
-    """Causal attention inside each tile, as :func:`lln.ops.eager.tree.attend_tile`."""
+    """Causal attention inside each tile, as :func:`lln.ops.eager.triangle.tree.attend_tile`."""
     a, f, values = (x.unflatten(1, (-1, tile)) for x in (a, f, values))
     first = _first_key(f)
     scores = a + first

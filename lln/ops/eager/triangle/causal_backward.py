@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from lln.ops.eager.features import finite_or_zero
-from lln.ops.eager.segments import Inputs, pad, prefix_states, segments
-from lln.ops.eager.square import Square, is_tame
-from lln.ops.eager.tree import Tree
+from lln.ops.eager.triangle.segments import Inputs, pad, prefix_states, segments
+from lln.ops.eager.triangle.square import Square, is_tame
+from lln.ops.eager.triangle.tree import Tree
 from lln.ops.registration import register, without_autocast
 
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from lln.ops.eager.features import Scratch, finite_or_zero, key_features, key_gradients
-from lln.ops.eager.near import Grid
-from lln.ops.eager.segments import prefix_states
+from lln.ops.eager.joint.near import Grid
 from lln.ops.eager.state import merge
+from lln.ops.eager.triangle.segments import prefix_states
 from lln.ops.registration import register, without_autocast
 from lln.protocols import compute_dtype
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lln.ops import eager, flex, triton
+from lln.ops import eager, triton
 from lln.ops.eager.parts import blend
+from lln.ops.mixed import flex
 from lln.protocols import Call
 
 

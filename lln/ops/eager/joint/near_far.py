@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lln.ops.arguments import hide
 from lln.ops.eager.causal import causal_op
-from lln.ops.eager.far import far_op
-from lln.ops.eager.near import near_op
+from lln.ops.eager.joint.far import far_op
+from lln.ops.eager.joint.near import near_op
 from lln.ops.eager.state import read_op, summarize_op
 
 NOWHERE = 1 << 40  # the position of a sink that is not there

@@ -1,0 +1,1 @@
+"""Near keys exactly and far keys by LLN, under one normaliser."""
