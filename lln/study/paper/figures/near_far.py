@@ -6,9 +6,7 @@ core; the rows are kept in ``results/near-far_…json`` and written into the pag
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,10 +14,9 @@ from torch import Tensor
 from lln import moments
 from lln.moments.slots import first_map, slot_factor
 from lln.ops import reference
-from lln.records import machine
 from lln.records.rows import Row
-from lln.study.bench import sweep
 from lln.study.paper.figures.inputs import gaussian, spread
+from lln.study.paper.figures.questions import main
 
 DRAWS = 20
 BLOCK = 128
@@ -97,14 +94,5 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
 }
 
 
-def main() -> None:
-    """Measure everything and keep the rows."""
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "results")
-    torch.set_num_threads(1)
-    facts = machine.facts()
-    content = {name: [row | facts for row in rows()] for name, rows in TABLES.items()}
-    print(sweep.save_json(content, folder, subject="near-far"))
-
-
 if __name__ == "__main__":
-    main()
+    main(TABLES, "near-far")

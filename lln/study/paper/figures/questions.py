@@ -9,7 +9,7 @@ into the page by :mod:`lln.study.paper.pages.questions`. A few minutes on one co
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -162,14 +162,14 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
 }
 
 
-def main() -> None:
-    """Measure everything and keep the rows."""
+def main(tables: Mapping[str, Callable[[], Iterator[Row]]], subject: str) -> None:
+    """Measure all tables on one thread and keep their rows in the folder that is asked for."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "results")
     torch.set_num_threads(1)
     facts = machine.facts()
-    content = {name: [row | facts for row in rows()] for name, rows in TABLES.items()}
-    print(sweep.save_json(content, folder, subject="questions"))
+    content = {name: [row | facts for row in rows()] for name, rows in tables.items()}
+    print(sweep.save_json(content, folder, subject=subject))
 
 
 if __name__ == "__main__":
-    main()
+    main(TABLES, "questions")
