@@ -129,7 +129,7 @@ class _Recorder:
         branches, local = None, options if op in ("lln_diag", "near_far") else None
         if self.diagonal is not None and self.diagonal[0] is q:
             caller = self.stack[-1] if self.stack else None
-            logit = getattr(getattr(caller, "attention", caller), "mix_logit", None)
+            logit = _mix_logit(caller)
             local = {**self.diagonal[1], "mix": None if logit is None else logit.sigmoid()}
         self.diagonal = None
         if local is not None:
@@ -162,6 +162,13 @@ class _Recorder:
             normalize_keys=options.get("normalize_keys", False),
             branches=branches,
         )
+
+
+def _mix_logit(caller: nn.Module | None) -> Tensor | None:
+    """The learned mix of the module that attends: its own, its core's, or a model's layer's."""
+    places = (caller, getattr(caller, "attention", None), getattr(caller, "lln", None))
+    found = (getattr(place, "mix_logit", None) for place in places)
+    return next((logit for logit in found if logit is not None), None)
 
 
 class _TorchFunctions(TorchFunctionMode):
