@@ -387,7 +387,7 @@ def test_tiles_of_flex_attention_hold_every_near_key(tokens, block, overlap, sin
 
 @causality
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_computes_the_near_branch(is_causal):
+def test_flex_attention_compiles_to_the_near_branch(is_causal):
     from lln.ops.eager.joint.near_far import Sinks
     from lln.ops.mixed import flex
 

@@ -72,7 +72,7 @@ class Grid:
         before = self.keys - self.queries - self.start
         return x.flatten(2, 3)[:, :, before : before + self.queries]
 
-    def cut_keys(self, x: Tensor, start: int, count: int, value: float = 0) -> Tensor:
+    def cut_keys(self, x: Tensor, start: int, count: int, value: float = 0.0) -> Tensor:
         """The keys ``start : start + count`` of ``[B, H, M, D]``; ``value`` where none stand."""
         stop = start + count
         first, last = (min(max(edge, 0), self.keys) for edge in (start, stop))
@@ -118,7 +118,7 @@ class Grid:
         return self.start - self.overlap + blocks * self.block
 
 
-def _padded(x: Tensor, before: int, after: int, value: float = 0) -> Tensor:
+def _padded(x: Tensor, before: int, after: int, value: float = 0.0) -> Tensor:
     """More tokens on either side of ``[B, H, n, D]``; the same tensor if there are none."""
     return F.pad(x, (0, 0, before, after), value=value) if before or after else x
 
