@@ -27,9 +27,9 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first:
             As in torch, where ``dropout`` acts as in :class:`lln.nn.LLNAttention`.
-        diag_block, diag_overlap, sinks, method, target, statistics, alpha, beta, sharpness,
-            normalize_keys, mix, gamma, far, feature_map, slots, center_keys, conv: See
-            :class:`lln.nn.LLNAttention`.
+        diag_block, diag_overlap, sinks, mix, gamma, far, conv: See :class:`lln.nn.LLNAttention`.
+        method, target, statistics, alpha, beta, sharpness, normalize_keys: See there, too.
+        feature_map, slots, center_keys: See there, too.
         learn_scale, diag_dropout, momentum, scale, impl: See there, too. Causality is an argument
             of ``forward``, as in torch.
         causal_queries: For cross-attention (``query is not key``), where the module cannot know:
