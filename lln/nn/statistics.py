@@ -21,7 +21,7 @@ from lln.moments.calibration import check_target, match_heads
 from lln.moments.slots import slot_factor
 from lln.nn import averages
 from lln.nn.feature_maps import FAMILY
-from lln.protocols import HALF
+from lln.nn.stored import keeping_precision
 
 KINDS = ("sample", "running", "fixed")
 CAUSAL_NEEDS_STORED_STATISTICS = (
@@ -193,13 +193,7 @@ class Statistics(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
-        """Keep the buffers in float32 in ``module.half()``: α in bfloat16 is off by up to 0.4 %."""
-
-        def keep_precision(x: Tensor) -> Tensor:
-            moved = fn(x)
-            return x.to(moved.device) if moved.dtype in HALF else moved
-
-        return super()._apply(keep_precision, recurse)
+        return super()._apply(keeping_precision(fn), recurse)
 
 
 class SampleStatistics(Statistics):

@@ -85,13 +85,20 @@ class Stored(nn.Module):
             self._runs = torch.ones_like(self._runs, device=self.value.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
-        """``module.half()`` leaves the buffers in float32."""
+        return super()._apply(keeping_precision(fn), recurse)
 
-        def keep_precision(x: Tensor) -> Tensor:
-            moved = fn(x)
-            return x.to(moved.device) if moved.dtype in HALF else moved
 
-        return super()._apply(keep_precision, recurse)
+def keeping_precision(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A change of buffers that leaves them in float32 where it would halve them.
+
+    ``module.half()`` calls it so: α in bfloat16 is off by up to 0.4 %.
+    """
+
+    def keep(x: Tensor) -> Tensor:
+        moved = fn(x)
+        return x.to(moved.device) if moved.dtype in HALF else moved
+
+    return keep
 
 
 def mean_of_finite(measured: Float[Tensor, "B ..."]) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lln.ops.eager.features import Scratch, finite_or_zero, key_features, key_gradients
-from lln.ops.eager.joint.near import Grid
+from lln.ops.eager.joint.near import Grid, apart, side_by_side
 from lln.ops.eager.state import merge
 from lln.ops.eager.triangle.segments import prefix_states
 from lln.ops.registration import register, without_autocast
@@ -101,12 +101,12 @@ class _Rows:
         return self.weights if self.dropout is None else self.weights * self.dropout
 
     def group(self, x: Tensor) -> Tensor:
-        """``[B, H, T, C, …] -> [B, Hkv, T, G·C, …]``."""
-        return x.unflatten(1, (self.heads, -1)).movedim(2, 3).flatten(3, 4)
+        """The queries of all heads that share a key head, as rows."""
+        return side_by_side(x, self.heads)
 
     def ungroup(self, x: Tensor) -> Tensor:
         """Undo :meth:`group`."""
-        return x.unflatten(3, (-1, self.block)).movedim(3, 2).flatten(1, 2)
+        return apart(x, self.block)
 
 
 def _by_head(x: Tensor, batch: int) -> Tensor:

@@ -118,6 +118,16 @@ class Grid:
         return self.start - self.overlap + blocks * self.block
 
 
+def side_by_side(x: Tensor, heads: int) -> Tensor:
+    """Join heads that share a key head: ``[B, H, T, C, …] -> [B, Hkv, T, G·C, …]``."""
+    return x.unflatten(1, (heads, -1)).movedim(2, 3).flatten(3, 4)
+
+
+def apart(x: Tensor, block: int) -> Tensor:
+    """Undo :func:`side_by_side`."""
+    return x.unflatten(3, (-1, block)).movedim(3, 2).flatten(1, 2)
+
+
 def _padded(x: Tensor, before: int, after: int, value: float = 0.0) -> Tensor:
     """More tokens on either side of ``[B, H, n, D]``; the same tensor if there are none."""
     return F.pad(x, (0, 0, before, after), value=value) if before or after else x
@@ -217,13 +227,12 @@ class _Tile:
         return self.p if self.dropout is None else self.p * self.dropout
 
     def rows(self, x: Tensor) -> Tensor:
-        """``[B, H, T, C, …] -> [B, Hkv, T, G·C, …]``."""
-        x = x.unflatten(1, (self.heads, -1))
-        return x.movedim(2, 3).flatten(3, 4)
+        """The queries of all heads that share a key head, as rows."""
+        return side_by_side(x, self.heads)
 
     def from_rows(self, x: Tensor) -> Tensor:
         """Undo :meth:`rows`."""
-        return x.unflatten(3, (-1, self.block)).movedim(3, 2).flatten(1, 2)
+        return apart(x, self.block)
 
 
 def _near(

@@ -79,6 +79,20 @@ def screen(results: Path) -> str:
     return f"{markdown_table(names, lines)}\n\n{words}"
 
 
+def first_level(results: Path) -> str:
+    """The losses of the runs whose level came from mean and variance of the scores."""
+    folder = results / "near_far" / "first_level"
+    rows = read(folder, "mlm") if folder.exists() else []
+    if not rows:
+        return NOTHING_YET
+    words = []
+    for conv in sorted({row["configuration"]["options"].get("conv", 0) for row in rows}):
+        own = [r["loss"] for r in rows if r["configuration"]["options"].get("conv", 0) == conv]
+        name = f"with conv {conv}" if conv else "without conv"
+        words.append(f"{min(own):.2f} to {max(own):.2f} {name}")
+    return f"Losses of those {len(rows)} runs: {', '.join(words)}. ({origin_text(rows)})"
+
+
 def _form(mechanism: str, options: dict[str, Any]) -> tuple[str, str]:
     """How the branches are put together, and the near keys of a query, in words."""
     if mechanism == "softmax":
@@ -95,4 +109,9 @@ def _order(entry: tuple[str, str]) -> tuple[int, str, str]:
     return forms.index(entry[0]) if entry[0] in forms else len(forms), *entry
 
 
-BLOCKS: Blocks = {"near_far": concentration, "near_far_slots": slots, "near_far_screen": screen}
+BLOCKS: Blocks = {
+    "near_far": concentration,
+    "near_far_slots": slots,
+    "near_far_screen": screen,
+    "near_far_first_level": first_level,
+}
