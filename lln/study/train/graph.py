@@ -2,7 +2,7 @@
 
 A graph is recorded per shape of the batch, after a few ordinary updates of that shape, and replayed
 for every batch that fits. What is computed is the same; anything that waits for the GPU inside an
-update cannot be recorded, and then updates stay as they are.
+update cannot be recorded, and then all updates are ordinary ones again.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class Graphs:
                 result = self.update(own)
         except RuntimeError as error:
             self.usable = False
+            self.recorded.clear()  # they draw from the generator that is exchanged now
             free_generator()
             self.forget()
             reason = str(error).strip().splitlines()[0]

@@ -42,6 +42,15 @@ class Waiting(OnDevice):
         return total * (1 if terms.item() else 0), terms
 
 
+class WaitingOnce(TwoShapes):
+    """Looks at a number in the batches of the smaller shape, after the larger was recorded."""
+
+    def loss(self, model, batch):
+        total, terms = super().loss(model, batch)
+        small = len(batch["x"]) < self.config.batch_size
+        return total * (1 if not small or terms.item() else 0), terms
+
+
 def curve(folder, task, **changes):
     config = toy_config(steps=30, log_every=1, **changes)
     train(task(config, dropout=0.3), config, folder, tensorboard=False)
@@ -62,10 +71,11 @@ def test_the_curve_is_that_of_ordinary_updates(task, precision, accumulation, tm
     assert scales == others
 
 
-def test_what_cannot_be_recorded_goes_on_without(tmp_path):
+@pytest.mark.parametrize("task", [Waiting, WaitingOnce])
+def test_what_cannot_be_recorded_goes_on_without(task, tmp_path):
     with pytest.warns(UserWarning, match="cannot be recorded as a CUDA graph"):
-        recorded, _ = curve(tmp_path / "graph", Waiting, graph=True)
-    ordinary, _ = curve(tmp_path / "plain", Waiting, graph=False)
+        recorded, _ = curve(tmp_path / "graph", task, graph=True)
+    ordinary, _ = curve(tmp_path / "plain", task, graph=False)
     torch.testing.assert_close(recorded, ordinary, rtol=1e-5, atol=1e-6)
 
 
