@@ -96,14 +96,15 @@ def _some_rows(q: Tensor, query_mask: Tensor | None, rows: int) -> tuple[Tensor,
     return q[:, :, index], query_mask[:, index]
 
 
-def log_products(q: Tensor, k: Tensor) -> Tensor:
+def log_products(q: Tensor, k: Tensor, *, least: float = 0.0) -> Tensor:
     """ln Σ_l exp(q_il + k_jl), by a product of what is left after the largest exponents.
 
-    −inf where all terms are too small for the dtype beside the product of the largest ones.
+    Where all terms are too small for the dtype beside the product of the largest ones, that product
+    times ``least``: −inf unless a gradient is wanted.
     """
-    top_q, top_k = q.amax(-1, keepdim=True), k.amax(-1, keepdim=True)
+    top_q, top_k = q.detach().amax(-1, keepdim=True), k.detach().amax(-1, keepdim=True)
     products = (q - top_q).exp() @ (k - top_k).exp().transpose(-1, -2)
-    return products.log() + top_q + top_k.transpose(-1, -2)
+    return products.clamp(min=least).log() + top_q + top_k.transpose(-1, -2)
 
 
 def _mean_entropy(scores: Tensor, key_mask: Tensor | None, counted: Tensor) -> Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lln.moments.features import log_products
+from lln.moments.rows import fields_of_rows, spaced_rows, take_rows
 from lln.ops.arguments import no_autocast
 from lln.protocols import compute_dtype
 
@@ -64,13 +65,14 @@ def match_level(
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
     q_far, k_far = q if q_far is None else q_far, k if k_far is None else k_far
     group = heads // max(k.shape[1], 1)
-    index = _spaced(q.shape[2], rows, query_mask, q.device)  # [#B, r]
+    index = spaced_rows(q.shape[2], rows, query_mask, q.device)  # [#B, r]
 
     def some(x: Tensor) -> Tensor:
-        chosen = index[:, None, :, None].expand(len(x), x.shape[1], -1, x.shape[3])
-        return x.gather(2, chosen).to(dtype)
+        return take_rows(x, index).to(dtype)
 
-    near, far = _fields(index, q.shape[2], k.shape[2], block, overlap, sinks, key_mask, is_causal)
+    near, far = fields_of_rows(
+        index, q.shape[2], k.shape[2], block, overlap, sinks, key_mask, is_causal
+    )
     hidden = None if key_mask is None else ~key_mask[:, None, :, None]
 
     def keys(x: Tensor) -> Tensor:
@@ -108,38 +110,3 @@ def _solve(near: Tensor, far: Tensor, linear: Tensor, counted: Tensor) -> Float[
         higher = (share * weight).sum(-1) > target  # too much for the near keys
         low, high = torch.where(higher, middle, low), torch.where(higher, high, middle)
     return (low + high) / 2
-
-
-def _spaced(
-    tokens: int, rows: int, query_mask: Tensor | None, device: torch.device
-) -> Int[Tensor, "#B r"]:
-    """``rows`` evenly spaced queries among those that count; some twice if there are fewer."""
-    share = (torch.arange(rows, device=device) + 0.5) / rows
-    if query_mask is None:
-        return (share * tokens).long()[None]
-    valid = query_mask.sum(1, keepdim=True)
-    order = torch.argsort(query_mask.to(torch.uint8), dim=1, descending=True, stable=True)
-    return order.gather(1, (share * valid).long())
-
-
-def _fields(
-    index: Int[Tensor, "#B r"],
-    queries: int,
-    keys: int,
-    block: int,
-    overlap: int,
-    sinks: int,
-    key_mask: Tensor | None,
-    is_causal: bool,
-) -> tuple[Bool[Tensor, "#B 1 r M"], Bool[Tensor, "#B 1 r M"]]:
-    """Which keys are near the queries ``index``, and which are far from them."""
-    i = index[:, None, :, None] + keys - queries
-    j = torch.arange(keys, device=index.device)
-    start = i.div(block, rounding_mode="floor") * block
-    left, right = j < start - overlap, j >= start + block + overlap
-    outside = left | (right & (not is_causal))
-    valid = (j >= 0)[None] if key_mask is None else key_mask
-    is_sink = (valid & (valid.cumsum(1) <= sinks))[:, None, None]
-    seen = valid[:, None, None] & ((j <= i) if is_causal else torch.ones_like(outside))
-    far = outside & ~is_sink & seen
-    return seen & ~far, far

@@ -348,8 +348,7 @@ class LLNAttention(nn.Module):
         """Keys, and what LLN sees of queries and keys, as causal evaluation uses them."""
         if self.center is not None:
             k = k - self.center(k, None, is_causal=True)
-        far = self._far(q, k)
-        return k, far.get("q_far", q), far.get("k_far", k)
+        return k, *self.far_inputs(q, k)
 
     def stored_level(self) -> Float[Tensor, " H"]:
         """γ as evaluation uses it; only with ``mix="joint"`` and stored statistics."""
@@ -358,12 +357,16 @@ class LLNAttention(nn.Module):
         gamma = self.level.stored.value[0]
         return gamma if self.level.shift is None else gamma + self.level.shift.to(gamma)
 
+    def far_inputs(
+        self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv M D"]
+    ) -> tuple[Float[Tensor, "B H N S"], Float[Tensor, "B Hkv M S"]]:
+        """What the LLN branch sees of queries and (centred) keys."""
+        return (q, k) if self.features is None else self.features(q, k)
+
     def _far(self, q: Tensor, k: Tensor) -> dict[str, Tensor]:
         """What LLN sees instead of q and k, as arguments of the ops; empty if nothing."""
-        if self.features is None:
-            return {}
-        q_far, k_far = self.features(q, k)
-        return {"q_far": q_far, "k_far": k_far}
+        names = ("q_far", "k_far")
+        return {} if self.features is None else dict(zip(names, self.features(q, k), strict=True))
 
     def attend(
         self,

@@ -42,6 +42,11 @@ class Local:
         return self.far is not None
 
     @property
+    def window(self) -> tuple[int, int, int]:
+        """Block, overlap and sinks."""
+        return self.block, self.overlap, self.sinks
+
+    @property
     def options(self) -> dict[str, Any]:
         """Arguments of the ops :func:`lln_diag` and :func:`near_far`."""
         window = {"block": self.block, "overlap": self.overlap, "sinks": self.sinks}

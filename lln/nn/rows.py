@@ -1,0 +1,64 @@
+"""Chosen rows of an attention core's matrix, with gradients: what a teacher's rows are held to."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lln.moments.features import log_products
+from lln.moments.rows import fields_of_rows, take_rows
+from lln.nn.attention import LLNAttention
+from lln.nn.draw import Draw
+from lln.ops.arguments import hide
+from lln.protocols import compute_dtype
+
+LEAST = 1e-30  # of a product of features: its logarithm has a gradient
+
+
+def row_weights(
+    core: LLNAttention,
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B Hkv M D"],
+    index: Int[Tensor, "#B r"],
+    draw: Draw,
+) -> Float[Tensor, "B H r M"]:
+    """The rows ``index`` of ``core.attention_matrix``, in O(r M (D + S)) time and memory.
+
+    Dropout of the draw is left out. Gradients flow to α, β, γ, maps and mix, and to q and k.
+    """
+    dtype, heads = compute_dtype(q, k), q.shape[1]
+    group = heads // k.shape[1]
+    if draw.center is not None:
+        k = k - draw.center
+    k = hide(k, draw.key_mask)  # what hidden keys hold may not be finite
+    q_far, k_far = core.far_inputs(q, k)
+    k, k_far, beta = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, k_far, draw.beta))
+    queries = take_rows(q_far, index).to(dtype) * draw.alpha[..., None, None]
+    features = k_far * beta[..., None, None]
+    if core.statistics.matching.normalize_keys:
+        features = torch.log_softmax(features, dim=-1)
+    linear = log_products(queries, features, least=LEAST)
+    window = (1, 0, 0) if core.local is None else core.local.window
+    near, far = fields_of_rows(
+        index, q.shape[2], k.shape[2], *window, draw.key_mask, draw.is_causal
+    )
+    seen = near | far
+    if core.local is None:
+        return _softmax(linear, seen)
+    exact = core.local.scale * take_rows(q, index).to(dtype) @ k.transpose(-1, -2)
+    if draw.gamma is None:
+        weight = 0.5 if draw.mix is None else draw.mix[:, None, None]
+        return weight * _softmax(linear, seen) + (1 - weight) * _softmax(exact, near)
+    linear = linear + draw.gamma[..., None, None]
+    if core.local.far == "all":
+        exact = torch.logaddexp(exact, linear)
+    return _softmax(torch.where(near, exact, linear), seen)
+
+
+def _softmax(
+    scores: Float[Tensor, "B H r M"], seen: Bool[Tensor, "#B 1 r M"]
+) -> Float[Tensor, "B H r M"]:
+    """Softmax over the keys that are seen; zeros in a row that sees none."""
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    return torch.softmax(scores, dim=-1).masked_fill(~seen, 0)
