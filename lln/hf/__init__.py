@@ -9,9 +9,9 @@ except ImportError as error:  # pragma: no cover
 
 from lln.hf.cache import StateLayer
 from lln.hf.calibrate import calibrate
+from lln.hf.conversion.transfer import transfer
 from lln.hf.register import register
 from lln.hf.replace import Replacement, replace
 from lln.hf.saving import load
-from lln.hf.transfer import transfer
 
 __all__ = ["Replacement", "StateLayer", "calibrate", "load", "register", "replace", "transfer"]

@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lln import zoo
 from lln.hf import cores
 from lln.hf.cache import StateLayer, state_layer
+from lln.hf.conversion.lessons import Call
 from lln.hf.cores import Calibration, calibration_of
 from lln.hf.masks import Visible, linear_mask, mixed_mask, one_row, read_mask
 from lln.hf.positions import RELATIVE, check_positions
@@ -138,10 +139,14 @@ def attention_forward(
     lesson = getattr(core, "lesson", None)
     if lesson is None:
         return answer(query, key, value).transpose(1, 2), None
-    options = {"key_mask": seen.key_mask, "is_causal": causal, "scale": query.shape[-1] ** -0.5}
+    scale = query.shape[-1] ** -0.5
+    options = {"key_mask": seen.key_mask, "is_causal": causal, "scale": scale}
     out = softmax_attention(query, key, value, **options)
     query_mask = None if seen.key_mask is None else seen.key_mask[:, -query.shape[2] :]
-    lesson.compare(answer, (query, key, value), out, query_mask)
+    call = Call(query, key, value, out, seen.key_mask, query_mask, causal, scale)
+    if calibration is not None:
+        _measure(calibration, core, query, key, value, seen.key_mask, causal)
+    lesson.compare(core, answer, call)
     return out.transpose(1, 2), None
 
 

@@ -8,15 +8,24 @@ from torch import Tensor
 
 
 def spaced_rows(
-    tokens: int, rows: int, query_mask: Tensor | None, device: torch.device
+    tokens: int,
+    rows: int,
+    query_mask: Tensor | None,
+    device: torch.device,
+    generator: torch.Generator | None = None,
 ) -> Int[Tensor, "#B r"]:
-    """``rows`` evenly spaced queries among those that count; some twice if there are fewer."""
-    share = (torch.arange(rows, device=device) + 0.5) / rows
+    """``rows`` evenly spaced queries among those that count; some twice if there are fewer.
+
+    With a generator, of the CPU, each is drawn from its part of the input.
+    """
+    inside = 0.5 if generator is None else torch.rand(rows, generator=generator).to(device)
+    share = (torch.arange(rows, device=device) + inside) / rows
     if query_mask is None:
-        return (share * tokens).long()[None]
+        return (share * tokens).long().clamp(max=tokens - 1)[None]
     valid = query_mask.sum(1, keepdim=True)
     order = torch.argsort(query_mask.to(torch.uint8), dim=1, descending=True, stable=True)
-    return order.gather(1, (share * valid).long())
+    last = (valid - 1).clamp(min=0)
+    return order.gather(1, torch.minimum((share * valid).long(), last))
 
 
 def take_rows(x: Float[Tensor, "B H N D"], index: Int[Tensor, "#B r"]) -> Float[Tensor, "B H r D"]:

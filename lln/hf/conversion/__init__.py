@@ -1,0 +1,1 @@
+"""A trained softmax model becomes a linear one: transfer, keep, recover, convert."""

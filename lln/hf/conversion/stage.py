@@ -1,0 +1,113 @@
+"""What the stages of a conversion share: rates, processes, and going on after a kill."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+Row = dict[str, Any]
+
+
+def rate_at(step: int, steps: int | None, warmup: int) -> float:
+    """The share of the highest rate: linear up, then half a cosine down to 0 at ``steps``.
+
+    Without a known number of steps it stays up.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    if steps is None:
+        return 1.0
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))
+
+
+def processes() -> int:
+    """How many processes train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def average_gradients(parameters: list[nn.Parameter]) -> None:
+    """Give all processes the mean of their gradients; each has its own batches."""
+    count = processes()
+    if count == 1:
+        return
+    for parameter in parameters:
+        if parameter.grad is None:  # a process whose batch did not reach it still takes part
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= count
+
+
+def broadcast(model: nn.Module) -> None:
+    """Give all processes what the first one measured."""
+    if processes() > 1:
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.detach(), 0)
+
+
+class Stage:
+    """Progress of one stage on disk: what has been learned, the optimiser's memory, the rows.
+
+    Args:
+        path: File that is written, as safetensors, never a pickle.
+        every: Steps between two writes; 0 writes nothing.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], every: int = 50) -> None:
+        self.path, self.every = Path(path), every
+
+    def load(
+        self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> tuple[int, list[Row]]:
+        """The step to go on at and the rows so far; 0 and none if nothing was written."""
+        if not self.path.exists():
+            return 0, []
+        with safe_open(self.path, framework="pt") as file:
+            said = json.loads((file.metadata() or {})["progress"])
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        missing = [name for name in parameters if name not in found]
+        if missing:
+            raise ValueError(
+                f"{self.path} is of another conversion: it has no {missing[0]!r}; go on with the "
+                "options it was begun with, or remove the file to start again"
+            )
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(found[name])
+                state = {
+                    key: found[f"{name}/{key}"].to(parameter.device if key != "step" else "cpu")
+                    for key in ("step", "exp_avg", "exp_avg_sq")
+                    if f"{name}/{key}" in found
+                }
+                if state:
+                    optimizer.state[parameter] = state
+        return said["step"], said["rows"]
+
+    def save(
+        self,
+        step: int,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        rows: list[Row],
+    ) -> None:
+        """Write, if it is time; all of it or nothing."""
+        if not self.every or step % self.every or (processes() > 1 and dist.get_rank()):
+            return
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in parameters.items():
+            tensors[name] = parameter.detach().cpu().contiguous()
+            for key, value in optimizer.state.get(parameter, {}).items():
+                tensors[f"{name}/{key}"] = value.detach().cpu().contiguous()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_name(self.path.name + ".part")
+        save_file(tensors, part, metadata={"progress": json.dumps({"step": step, "rows": rows})})
+        part.replace(self.path)

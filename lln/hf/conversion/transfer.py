@@ -1,0 +1,177 @@
+"""Attention transfer: every replaced layer learns what softmax answered in its place."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lln.hf.conversion.lessons import Lesson
+from lln.hf.conversion.stage import Row, Stage, average_gradients, rate_at
+from lln.hf.replace import attention_modules
+from lln.hf.swapped_attention import SwappedAttention
+
+
+def transfer(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    learning_rate: float = 1e-2,
+    warmup: int = 10,
+    rows: int = 64,
+    weights: float = 0.3,
+    seed: int = 0,
+    stage: Stage | None = None,
+    progress: Callable[[int, float], None] | None = None,
+) -> list[Row]:
+    """Teach the replaced layers of a trained model to answer as softmax attention did there.
+
+    Softmax answers in every layer while the attention core learns from the same queries, keys and
+    values, a layer at a time, so that nothing is propagated through the model: Adam changes the
+    parameters of the cores alone (feature maps, factors of α and β, levels, mix, filters). LLN
+    learns from ``rows`` queries of each sample, from the squared error of their outputs beside the
+    variance of the head, and from the divergence of their attention weights; other mechanisms from
+    the error of all outputs. One update per batch, with a rate that rises for ``warmup`` batches
+    and falls to 0 along a cosine if their number is known. Gradients are averaged over the
+    processes of torch.distributed, where there are several.
+
+    Args:
+        batches: Arguments of the model by name, ``{"input_ids": ids, "attention_mask": mask}``.
+        learning_rate: Large, as what learns are logarithms and maps; 0 only measures, all queries.
+        warmup: At most a tenth of a known number of batches.
+        rows: 0 compares all queries, and the outputs alone.
+        weights: Factor of KL(softmax ‖ LLN) of the attention weights.
+        seed: Of the choice of rows.
+        stage: Where progress is kept; the same call again goes on where it was killed. ``batches``
+            then starts from the beginning: what was done is skipped.
+        progress: Called after each batch with the number done and the mean error of the layers.
+
+    Returns:
+        A row per batch and layer: ``step``, ``layer``, ``error`` = ‖core − softmax‖² / ‖softmax‖²
+        before the update of that batch. Mode, other weights and their gradients are left alone;
+        after an error the cores are as before.
+
+    Example:
+        >>> lln.hf.replace(model, "lln_nearfar", feature_map="learned", learn_scale=True)
+        >>> lln.hf.calibrate(model, batches[:4])
+        >>> found = lln.hf.transfer(model, batches)
+        >>> found[0]["error"], found[-1]["error"]
+    """
+    if learning_rate < 0:
+        raise ValueError(f"learning_rate={learning_rate} is negative; pass 0 to only measure")
+    cores = cores_of(model)
+    named = {
+        f"{path}.{name}": parameter
+        for path, core in cores.items()
+        for name, parameter in core.named_parameters()
+        if parameter.requires_grad
+    }
+    learn = learning_rate > 0
+    if learn and not named:
+        raise ValueError(
+            'the replaced layers have nothing to learn; give replace() feature_map="learned", '
+            'learn_scale=True, mix="learned" or conv=, or pass learning_rate=0 to only measure '
+            "their error"
+        )
+    parameters = list(named.values())
+    optimizer = torch.optim.Adam(parameters or [torch.zeros(())], lr=0.0, betas=(0.9, 0.98))
+    count = len(batches) if hasattr(batches, "__len__") else None  # type: ignore[arg-type]
+    warmup = warmup if count is None else min(warmup, count // 10)
+    generator = torch.Generator()
+    options = {"rows": rows, "weights": weights} if learn else {}
+    lessons = {path: Lesson(**options, learn=learn, generator=generator) for path in cores}
+    done, found = stage.load(named, optimizer) if stage is not None and learn else (0, [])
+    with _taught(model, cores, lessons, parameters):
+        step = done
+        for step, batch in enumerate(itertools.islice(batches, done, None), start=done + 1):
+            optimizer.zero_grad()
+            generator.manual_seed(seed * 1_000_003 + step)
+            with torch.no_grad():
+                model(**batch)
+            if learn:
+                average_gradients(parameters)
+                rate = learning_rate * rate_at(step - 1, count, warmup)
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                optimizer.step()
+            found += _read(lessons, step - 1)
+            if progress is not None:
+                last = [row["error"] for row in found[-len(cores) :]]
+                progress(step, sum(last) / len(last))
+            if stage is not None and learn:
+                stage.save(step, named, optimizer, found)
+        if step == 0:
+            raise ValueError("batches is empty; pass at least one dictionary of model inputs")
+    return found
+
+
+@contextlib.contextmanager
+def _taught(
+    model: nn.Module,
+    cores: Mapping[str, nn.Module],
+    lessons: Mapping[str, Lesson],
+    parameters: list[nn.Parameter],
+) -> Iterator[None]:
+    """Let softmax answer in every layer; after an error the cores are as before."""
+    training = [module for module in model.modules() if module.training]
+    before = [(x.detach().clone(), x.grad) for x in parameters]
+    try:
+        for path, core in cores.items():
+            core.lesson = lessons[path]  # pyright: ignore[reportArgumentType]
+        model.eval()
+        yield
+    except BaseException:
+        for parameter, (value, _) in zip(parameters, before, strict=True):
+            parameter.data.copy_(value)
+        raise
+    finally:
+        for core in cores.values():
+            del core.lesson
+        for module in training:
+            module.training = True
+        for parameter, (_, gradient) in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+def cores_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The cores that take a layer's queries, keys and values, by the path of the layer."""
+    places = attention_modules(model)
+    found = {
+        path: layer._modules["lln"] for path, layer in places.items() if "lln" in layer._modules
+    }
+    if not found:
+        whole = any(isinstance(layer, SwappedAttention) for layer in places.values())
+        reason = (
+            "has layers that make their own queries and keys, which softmax cannot teach"
+            if whole
+            else "has no replaced layer yet"
+        )
+        raise ValueError(
+            f"{type(model).__name__} {reason}; call lln.hf.replace(model, 'lln_diag', ...), then "
+            "transfer"
+        )
+    return {path: core for path, core in found.items() if core is not None}
+
+
+def _read(lessons: Mapping[str, Lesson], step: int) -> list[Row]:
+    """The errors of one batch, a row per layer; a layer that was called twice gives their mean."""
+    called = {path: lesson.errors for path, lesson in lessons.items() if lesson.errors}
+    if not called:
+        return []
+    errors = torch.stack([torch.stack(found).mean() for found in called.values()]).tolist()
+    for path, error in zip(called, errors, strict=True):
+        lessons[path].errors.clear()
+        if not math.isfinite(error):
+            raise ValueError(
+                f"{path} has an error of {error} in batch {step}; lower learning_rate, or look for "
+                "NaN in the model"
+            )
+    return [
+        {"step": step, "layer": path, "error": error}
+        for path, error in zip(called, errors, strict=True)
+    ]
