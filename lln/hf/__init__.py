@@ -9,9 +9,22 @@ except ImportError as error:  # pragma: no cover
 
 from lln.hf.cache import StateLayer
 from lln.hf.calibrate import calibrate
+from lln.hf.conversion.convert import Conversion, convert
+from lln.hf.conversion.recover import recover
 from lln.hf.conversion.transfer import transfer
 from lln.hf.register import register
 from lln.hf.replace import Replacement, replace
 from lln.hf.saving import load
 
-__all__ = ["Replacement", "StateLayer", "calibrate", "load", "register", "replace", "transfer"]
+__all__ = [
+    "Conversion",
+    "Replacement",
+    "StateLayer",
+    "calibrate",
+    "convert",
+    "load",
+    "recover",
+    "register",
+    "replace",
+    "transfer",
+]

@@ -77,6 +77,22 @@ class Replacement:
         replacements_of(self.model).current.remove(self)
         _announce(self.model)
 
+    def keep_softmax(self, layers: Iterable[int]) -> None:
+        """Give some of the layers their own attention back; the others stay replaced."""
+        places = list(attention_modules(self.model))
+        for number in layers:
+            if not self.active or number not in self.layers:
+                raise ValueError(f"layer {number} is not replaced; replaced are {self.layers}")
+            if self.layers == [number]:
+                self()
+                return
+            original = self.originals.pop(places[number])
+            if original._modules.pop("lln", None) is None:
+                self.model.set_submodule(places[number], original)
+            self.layers.remove(number)
+        self.parameters_after = sum(x.numel() for x in self.model.parameters())
+        _announce(self.model)
+
     def __str__(self) -> str:
         return (
             f"{self.attention} in {len(self.layers)} of {len(attention_modules(self.model))} "

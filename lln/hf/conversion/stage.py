@@ -59,7 +59,7 @@ class Stage:
 
     Args:
         path: File that is written, as safetensors, never a pickle.
-        every: Steps between two writes; 0 writes nothing.
+        every: Steps between two writes; 0 writes at the end only.
     """
 
     def __init__(self, path: str | os.PathLike[str], every: int = 50) -> None:
@@ -98,9 +98,12 @@ class Stage:
         parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
         rows: list[Row],
+        *,
+        last: bool = False,
     ) -> None:
-        """Write, if it is time; all of it or nothing."""
-        if not self.every or step % self.every or (processes() > 1 and dist.get_rank()):
+        """Write, if it is time or the ``last`` step; all of it or nothing."""
+        early = not last and (not self.every or step % self.every)
+        if early or (processes() > 1 and dist.get_rank()):
             return
         tensors: dict[str, Tensor] = {}
         for name, parameter in parameters.items():

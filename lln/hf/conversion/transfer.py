@@ -104,7 +104,7 @@ def transfer(
                 last = [row["error"] for row in found[-len(cores) :]]
                 progress(step, sum(last) / len(last))
             if stage is not None and learn:
-                stage.save(step, named, optimizer, found)
+                stage.save(step, named, optimizer, found, last=step == count)
         if step == 0:
             raise ValueError("batches is empty; pass at least one dictionary of model inputs")
     return found

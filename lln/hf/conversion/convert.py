@@ -1,0 +1,236 @@
+"""A trained softmax model, made linear: replace, calibrate, transfer, keep, recover."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lln.hf import cores
+from lln.hf.calibrate import calibrate
+from lln.hf.conversion.keep import choose_kept
+from lln.hf.conversion.recover import copy_teacher, recover
+from lln.hf.conversion.stage import Row, Stage, broadcast
+from lln.hf.conversion.transfer import cores_of, transfer
+from lln.hf.positions import owner_of
+from lln.hf.replace import Replacement, attention_modules, replace
+
+Batch = Mapping[str, Any]
+EVERY = 50  # updates between two writes of a stage
+
+#: Options of near/far attention in a converted encoder: 128 near keys for a query, learned slots.
+ENCODER: Mapping[str, Any] = MappingProxyType(
+    {
+        "diag_block": 128,
+        "feature_map": "learned",
+        "center_keys": True,
+        "learn_scale": True,
+        "statistics": "fixed",
+        "method": "entropy",
+        "sharpness": 0.6,
+    }
+)
+#: The same for a decoder: the window reaches back over 128 to 256 keys, and to the first tokens.
+DECODER: Mapping[str, Any] = MappingProxyType({**ENCODER, "diag_overlap": 128, "sinks": 4})
+
+
+@dataclass
+class Conversion:
+    """What :func:`convert` did.
+
+    Attributes:
+        model: The converted model.
+        replacement: Its undo.
+        options: Those of the attention.
+        kept: Numbers of the layers that keep softmax.
+        errors: ‖core − softmax‖ / ‖softmax‖ of each layer's attention on held-out batches, given
+            the teacher's activations: after "calibrate" and after "transfer".
+        stages: A row per stage: its name, its seconds, and what ``measure`` returned.
+        curves: Rows of "transfer" and "recover".
+    """
+
+    model: PreTrainedModel
+    replacement: Replacement
+    options: dict[str, Any]
+    kept: list[int] = field(default_factory=list)
+    errors: dict[str, dict[int, float]] = field(default_factory=dict)
+    stages: list[Row] = field(default_factory=list)
+    curves: dict[str, list[Row]] = field(default_factory=dict)
+
+
+class Cycle(Sequence[Batch]):
+    """``count`` batches of a sequence from a place on, again from its start where it ends."""
+
+    def __init__(self, batches: Sequence[Batch], start: int, count: int) -> None:
+        self.batches, self.start, self.number = batches, start, count
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < self.number:
+            raise IndexError(index)
+        return self.batches[(self.start + index) % len(self.batches)]
+
+
+def convert(
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    *,
+    attention: str = "lln_nearfar",
+    options: Mapping[str, Any] | None = None,
+    calibration: int = 4,
+    transfer_steps: int = 300,
+    transfer_options: Mapping[str, Any] | None = None,
+    keep: int | str | Sequence[int] = 0,
+    budget: float = 1.25,
+    length: int = 4096,
+    recover_steps: int = 100,
+    recover_options: Mapping[str, Any] | None = None,
+    held_out: Sequence[Batch] | None = None,
+    folder: str | Path | None = None,
+    measure: Callable[[PreTrainedModel], Row] | None = None,
+    progress: Callable[[str, int, int, float], None] | None = None,
+) -> Conversion:
+    """Give a trained softmax model linear attention that answers as softmax did.
+
+    Stages: :func:`lln.hf.replace`, :func:`lln.hf.calibrate` on the first batches,
+    :func:`lln.hf.transfer` layer by layer, the choice of layers that keep softmax, and
+    :func:`lln.hf.recover` of the whole model on a frozen copy of itself. Each can be called alone.
+    The model is changed in place; ``conversion.model.save_pretrained(folder)`` and
+    :func:`lln.hf.load` work as after ``replace``.
+
+    Args:
+        batches: Arguments of the model by name; long inputs, at the length that matters. A
+            sequence, which may be made as it is read: ``batches[i]`` is asked for once per use and
+            must be the same each time. Used in order, and again from the start if they run out.
+        attention, options: See :func:`lln.hf.replace`; by default near/far attention with learned
+            slots, ``ENCODER`` or ``DECODER`` by the model. Given options change single ones.
+        calibration: Number of first batches from which α, β and γ are measured.
+        transfer_steps, transfer_options: Updates, and arguments of :func:`lln.hf.transfer`.
+        keep: How many of the worst layers keep softmax, by their error; a list of layers; or
+            "auto": as many as ``budget`` allows.
+        budget: For "auto": time of all attention at ``length`` tokens, kept layers included, in
+            units of that with none kept.
+        recover_steps, recover_options: Updates, and arguments of :func:`lln.hf.recover`; 0 leaves
+            all weights but the new ones as they were.
+        held_out: Batches whose error decides and is reported; the last four of ``batches``
+            otherwise, which should then not be reached.
+        folder: Progress is written here; the same call again, with the model as it was at first,
+            goes on where it was killed.
+        measure: Called with the model before anything is changed and after every stage.
+        progress: Called with the stage, updates done, updates in all, and error or loss.
+
+    Example:
+        >>> model = AutoModel.from_pretrained("all-MiniLM-L6-v2")
+        >>> done = lln.hf.convert(model, batches)
+        >>> done.errors["transfer"]
+        >>> model.save_pretrained("minilm-linear")
+    """
+    if len(batches) < 1:
+        raise ValueError("batches is empty; pass at least one dictionary of model inputs")
+    if transfer_steps < 0 or recover_steps < 0 or calibration < 1:
+        raise ValueError(
+            f"transfer_steps={transfer_steps}, recover_steps={recover_steps} must not be negative, "
+            f"and calibration={calibration} at least 1"
+        )
+    chosen = {**usual_options(model), **(options or {})} if attention == "lln_nearfar" else options
+    teacher = copy_teacher(model) if recover_steps else None
+    held = list(Cycle(batches, len(batches) - 4, 4) if held_out is None else held_out)
+    stages: list[Row] = []
+    clock = _Clock(stages, model, measure)
+    clock.done("softmax")
+    replacement = replace(model, attention, quiet=True, **(chosen or {}))
+    done = Conversion(model, replacement, dict(chosen or {}), stages=stages)
+    if any(cores.calibration_of(core) is not None for core in model.modules()):
+        calibrate(model, list(Cycle(batches, 0, calibration)))
+    broadcast(model)
+    done.errors["calibrate"] = layer_errors(model, held)
+    clock.done("calibrate")
+    if transfer_steps:
+        done.curves["transfer"] = transfer(
+            model,
+            Cycle(batches, calibration, transfer_steps),
+            stage=_stage(folder, "transfer"),
+            progress=_told(progress, "transfer", transfer_steps),
+            **(transfer_options or {}),
+        )
+        done.errors["transfer"] = layer_errors(model, held)
+        clock.done("transfer")
+    last = done.errors.get("transfer", done.errors["calibrate"])
+    places = list(attention_modules(model))
+    numbered = {places.index(path): core for path, core in cores_of(model).items()}
+    done.kept = choose_kept(keep, last, numbered, length=length, budget=budget)
+    if done.kept:
+        replacement.keep_softmax(done.kept)
+        clock.done("keep")
+    if teacher is not None and replacement.active:
+        extra = dict(recover_options or {})
+        used = recover_steps * extra.get("accumulation", 1)
+        done.curves["recover"] = recover(
+            model,
+            teacher,
+            Cycle(batches, calibration + transfer_steps, used),
+            stage=_stage(folder, "recover"),
+            progress=_told(progress, "recover", recover_steps),
+            **extra,
+        )
+        clock.done("recover")
+    return done
+
+
+def usual_options(model: PreTrainedModel) -> dict[str, Any]:
+    """Options of near/far attention for a model: ``ENCODER`` or ``DECODER``, 64 slots or 2 D."""
+    path, module = next(iter(attention_modules(model).items()))
+    causal = cores.is_causal(module, owner_of(model, path))
+    width = cores.place_of(module, path).head_dim
+    return {**(DECODER if causal else ENCODER), "slots": max(64, 2 * width)}
+
+
+def layer_errors(model: nn.Module, batches: Sequence[Batch]) -> dict[int, float]:
+    """‖core − softmax‖ / ‖softmax‖ of every replaced layer, by its number; nothing learns."""
+    places = list(attention_modules(model))
+    sums: dict[int, list[float]] = {}
+    for row in transfer(model, batches, learning_rate=0):
+        sums.setdefault(places.index(row["layer"]), []).append(row["error"])
+    return {number: (sum(found) / len(found)) ** 0.5 for number, found in sums.items()}
+
+
+class _Clock:
+    """Ends a stage: measures the model, and notes the seconds without those of measuring."""
+
+    def __init__(
+        self,
+        stages: list[Row],
+        model: PreTrainedModel,
+        measure: Callable[[PreTrainedModel], Row] | None,
+    ) -> None:
+        self.stages, self.model, self.measure = stages, model, measure
+        self.start = time.perf_counter()
+
+    def done(self, name: str) -> None:
+        seconds = time.perf_counter() - self.start
+        with torch.no_grad():
+            found = self.measure(self.model) if self.measure is not None else {}
+        self.stages.append({"stage": name, "seconds": seconds, **found})
+        self.start = time.perf_counter()
+
+
+def _stage(folder: str | Path | None, name: str) -> Stage | None:
+    return None if folder is None else Stage(Path(folder) / f"{name}.safetensors", EVERY)
+
+
+def _told(
+    progress: Callable[[str, int, int, float], None] | None, stage: str, steps: int
+) -> Callable[[int, float], None] | None:
+    """The progress of one stage, as its function calls it."""
+    if progress is None:
+        return None
+    return lambda step, value: progress(stage, step, steps, value)

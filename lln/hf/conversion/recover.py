@@ -1,0 +1,248 @@
+"""Recovery: the whole converted model learns to answer as its softmax teacher does."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lln.hf.conversion.stage import Row, Stage, average_gradients, rate_at
+from lln.hf.conversion.transfer import cores_of
+from lln.nn import LLNAttention
+
+#: What is compared: logits by their divergence, or token states and their mean over the text.
+OBJECTIVES = ("logits", "states")
+POOLED = 3.0  # factor of 1 − cosine of the pooled states
+CHUNK = 4096  # tokens whose logits are compared at once
+
+
+def recover(
+    model: PreTrainedModel,
+    teacher: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    objective: str | None = None,
+    learning_rate: float = 2e-5,
+    core_rate: float = 10.0,
+    lora: int = 0,
+    near_dropout: float = 0.0,
+    accumulation: int = 1,
+    precision: torch.dtype | None = None,
+    warmup: int = 10,
+    clip: float = 1.0,
+    stage: Stage | None = None,
+    progress: Callable[[int, float], None] | None = None,
+) -> list[Row]:
+    """Tune a converted model on its teacher's answers, with AdamW, dropout off.
+
+    Objectives: "logits" is KL(teacher ‖ model) over the vocabulary at every real token, for
+    language models; "states" is ‖h − h*‖² / ‖h*‖² of the last token states and 3 (1 − cosine) of
+    their mean over the text, for encoders. Embeddings stay as they are. Gradients are averaged over
+    the processes of torch.distributed, where there are several.
+
+    Args:
+        teacher: The softmax model, as it was before :func:`lln.hf.replace`.
+        batches: Arguments of both models by name.
+        objective: By default "logits" for models that have them.
+        learning_rate: Of all weights; more than 1e-4 damages what transfer has reached.
+        core_rate: Factor of the rate for what is new: maps, levels, scales.
+        lora: Rank of adapters (peft) of all linear layers, which learn in place of the weights and
+            are merged at the end; 0 for all weights.
+        near_dropout: Share of the samples of a batch whose near branch is left out, so that the far
+            branch is not bypassed.
+        accumulation: Batches per update.
+        precision: ``torch.bfloat16`` computes both models under autocast; None as they are.
+        stage: Where progress is kept; the same call again goes on where it was killed.
+        progress: Called after each update with the number done and the loss.
+
+    Returns:
+        A row per update: ``step``, ``loss``. After an error the weights are as before.
+
+    Example:
+        >>> teacher = copy.deepcopy(model)
+        >>> lln.hf.replace(model, "lln_nearfar", feature_map="learned", learn_scale=True)
+        >>> lln.hf.calibrate(model, batches[:4])
+        >>> lln.hf.transfer(model, batches)
+        >>> lln.hf.recover(model, teacher, batches)
+    """
+    if objective not in (None, *OBJECTIVES):
+        raise ValueError(f"objective={objective!r} is unknown; choose from {OBJECTIVES}")
+    if not (learning_rate > 0 and accumulation >= 1 and lora >= 0):
+        raise ValueError(
+            f"learning_rate={learning_rate}, accumulation={accumulation}, lora={lora}: give a "
+            "positive rate, at least one batch per update, and a rank of at least 0"
+        )
+    if not 0 <= near_dropout < 1:
+        raise ValueError(f"near_dropout={near_dropout} is not a share in [0, 1)")
+    cores = cores_of(model)
+    if any(x is y for x, y in zip(model.parameters(), teacher.parameters(), strict=False)):
+        raise ValueError(
+            "teacher shares its weights with the model, so it would change with it; take "
+            "copy.deepcopy(model) before lln.hf.replace"
+        )
+    count = -(-len(batches) // accumulation) if hasattr(batches, "__len__") else None  # type: ignore[arg-type]
+    warmup = warmup if count is None else min(warmup, count // 10)
+    with _trainable(model, cores, lora, near_dropout) as named:
+        new = {name for name in named if ".lln." in name}
+        groups = [
+            {"params": [x for name, x in named.items() if (name in new) == own], "factor": factor}
+            for own, factor in ((False, 1.0), (True, core_rate))
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0)
+        done, found = stage.load(named, optimizer) if stage is not None else (0, [])
+        stream = itertools.islice(batches, done * accumulation, None)
+        device = next(model.parameters()).device.type
+        step = done
+        while pieces := list(itertools.islice(stream, accumulation)):
+            optimizer.zero_grad(set_to_none=True)
+            total = 0.0
+            for batch in pieces:
+                with torch.autocast(device, precision, enabled=precision is not None):
+                    with torch.no_grad():
+                        wanted = teacher(**batch)
+                    loss = disagreement(model(**batch), wanted, batch, objective) / len(pieces)
+                loss.backward()
+                total = total + loss.detach()
+            average_gradients(list(named.values()))
+            if clip:
+                nn.utils.clip_grad_norm_(named.values(), clip)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate * group["factor"] * rate_at(step, count, warmup)
+            optimizer.step()
+            found.append({"step": step, "loss": float(total)})
+            step += 1
+            if found[-1]["loss"] != found[-1]["loss"]:
+                raise ValueError(
+                    f"the loss is NaN at update {step}; lower learning_rate={learning_rate}"
+                )
+            if progress is not None:
+                progress(step, found[-1]["loss"])
+            if stage is not None:
+                stage.save(step, named, optimizer, found, last=step == count)
+        if step == 0:
+            raise ValueError("batches is empty; pass at least one dictionary of model inputs")
+    return found
+
+
+def disagreement(
+    given: Any, wanted: Any, batch: Mapping[str, Any], objective: str | None = None
+) -> Tensor:
+    """The loss of a model's output beside its teacher's; over real tokens."""
+    mask = batch.get("attention_mask")
+    has_logits = getattr(wanted, "logits", None) is not None
+    if objective == "logits" and not has_logits:
+        raise ValueError('objective="logits", but the model has no logits; choose "states"')
+    if objective == "logits" or (objective is None and has_logits):
+        return divergence_of_logits(given.logits, wanted.logits, mask)
+    states, goal = (_states(out).float() for out in (given, wanted))
+    if mask is None or mask.shape != goal.shape[:2]:
+        mask = torch.ones(goal.shape[:2], device=goal.device)
+    real = mask[..., None].to(goal.dtype)
+    tokens = ((states - goal) * real).square().sum() / (goal * real).square().sum()
+    pooled, aim = ((x * real).sum(1) for x in (states, goal))
+    return tokens + POOLED * (1 - F.cosine_similarity(pooled, aim, dim=-1)).mean()
+
+
+def divergence_of_logits(given: Tensor, wanted: Tensor, mask: Tensor | None) -> Tensor:
+    """KL(wanted ‖ given) in nats, the mean over real tokens."""
+    if mask is not None and mask.shape == given.shape[:-1]:
+        real = mask.bool()
+        given, wanted = given[real], wanted[real]
+    given, wanted = given.reshape(-1, given.shape[-1]), wanted.reshape(-1, wanted.shape[-1])
+    parts = [
+        F.kl_div(
+            F.log_softmax(ours.float(), -1), F.log_softmax(theirs.float(), -1),
+            reduction="sum", log_target=True,
+        )
+        for ours, theirs in zip(given.split(CHUNK), wanted.split(CHUNK), strict=True)
+    ]  # fmt: skip
+    return torch.stack(parts).sum() / max(len(given), 1)
+
+
+def _states(out: Any) -> Tensor:
+    found = getattr(out, "last_hidden_state", None)
+    if found is None:
+        raise ValueError(
+            'objective="states" needs last_hidden_state, which this model does not return; pass '
+            "its base model (AutoModel), or choose the logits"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _trainable(
+    model: PreTrainedModel, cores: Mapping[str, nn.Module], lora: int, near_dropout: float
+) -> Iterator[dict[str, nn.Parameter]]:
+    """The parameters that learn, by name; afterwards mode, flags and gradients are as before."""
+    training = [module for module in model.modules() if module.training]
+    flags = [(x, x.requires_grad, x.grad) for x in model.parameters()]
+    dropped: dict[Any, float] = {
+        core: core.diag_dropout for core in cores.values() if isinstance(core, LLNAttention)
+    }
+    weights = {name: x.detach().clone() for name, x in model.named_parameters()}
+    adapted = None
+    model.eval()
+    try:
+        for core in dropped:
+            core.diag_dropout = near_dropout
+            core.train(near_dropout > 0)
+        for x in model.parameters():
+            x.requires_grad_(not lora)
+        if lora:
+            adapted = _adapt(model, lora)
+        else:
+            _freeze_embeddings(model)
+        for core in cores.values():
+            core.requires_grad_(True)
+        yield {name: x for name, x in model.named_parameters() if x.requires_grad}
+        if adapted is not None:
+            adapted.merge_and_unload()
+            adapted = None
+    except BaseException:
+        if adapted is not None:
+            adapted.unload()
+        with torch.no_grad():
+            for name, x in model.named_parameters():
+                x.copy_(weights[name])
+        raise
+    finally:
+        for core, before in dropped.items():
+            core.diag_dropout = before
+        model.eval()
+        for module in training:
+            module.training = True
+        for x, flag, gradient in flags:
+            x.requires_grad_(flag)
+            x.grad = gradient
+
+
+def _freeze_embeddings(model: PreTrainedModel) -> None:
+    """Embeddings stay: few of their rows would be seen."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.requires_grad_(False)
+
+
+def _adapt(model: PreTrainedModel, rank: int) -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError(
+            f"lora={rank} needs peft; install it with: pip install 'lln-attention[convert]', or "
+            "pass lora=0 to tune all weights"
+        ) from error
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    return peft.get_peft_model(model, config)
+
+
+def copy_teacher(model: PreTrainedModel) -> PreTrainedModel:
+    """A frozen copy of a softmax model."""
+    teacher = copy.deepcopy(model).eval()
+    return teacher.requires_grad_(False)

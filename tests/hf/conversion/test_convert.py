@@ -1,0 +1,172 @@
+"""convert: a softmax model becomes a linear one that answers nearly as it did."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+
+import lln.hf
+from lln.hf.conversion.convert import Cycle, usual_options
+from lln.hf.conversion.keep import affordable, choose_kept, time_of_layer, worst_layers
+from tests.hf.conversion.loud import loud
+from tests.hf.tiny import make, padded, text
+
+SMALL = {"diag_block": 8, "slots": 16, "diag_overlap": 0}
+
+
+def batches(count: int = 6, tokens: int = 40):
+    return [padded(text(2, tokens, seed=seed), 6, "right") for seed in range(count)]
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "vit"])
+def test_every_stage_comes_closer_and_the_folder_loads(family, tmp_path):
+    head = {"bert": "AutoModel", "llama": "AutoModelForCausalLM", "vit": "AutoModel"}[family]
+    model = loud(family, head)
+    if family == "vit":
+        data = [{"pixel_values": torch.randn(2, 3, 32, 32)} for _ in range(4)]
+        first = model(**data[-1]).last_hidden_state.detach()
+        real = torch.ones(first.shape[:2], dtype=torch.bool)
+    else:
+        data = batches()
+        out = model(**data[-1])
+        first = (out.logits if family == "llama" else out.last_hidden_state).detach()
+        real = data[-1]["attention_mask"].bool()
+
+    def measure(model):
+        out = model(**data[-1])
+        found = out.logits if family == "llama" else out.last_hidden_state
+        return {"distance": ((found - first)[real].norm() / first[real].norm()).item()}
+
+    done = lln.hf.convert(
+        model, data, options=SMALL, calibration=2, transfer_steps=40, recover_steps=40,
+        recover_options={"learning_rate": 2e-4}, held_out=data[-1:], measure=measure,
+    )  # fmt: skip
+    names = [row["stage"] for row in done.stages]
+    assert names == ["softmax", "calibrate", "transfer", "recover"]
+    found = [row["distance"] for row in done.stages]
+    assert found[0] == 0 and found[3] < found[2] < found[1]
+    assert all(done.errors["transfer"][n] < done.errors["calibrate"][n] for n in (0, 1))
+    assert len(done.curves["transfer"]) == 40 * 2 and len(done.curves["recover"]) == 40
+    model.save_pretrained(tmp_path)
+    auto = AutoModelForCausalLM if family == "llama" else AutoModel
+    again = lln.hf.load(tmp_path, auto).eval()
+    assert measure(again)["distance"] == pytest.approx(found[3], rel=1e-3)
+
+
+def test_a_kept_layer_answers_as_before(tmp_path):
+    model, data = make("llama"), batches()
+    done = lln.hf.convert(model, data, options=SMALL, transfer_steps=4, recover_steps=0, keep=1)
+    assert len(done.kept) == 1 and done.replacement.layers == [1 - done.kept[0]]
+    worst = max(done.errors["transfer"], key=done.errors["transfer"].get)
+    assert done.kept == [worst]
+    assert [row["stage"] for row in done.stages] == ["softmax", "calibrate", "transfer", "keep"]
+    layers = [block.self_attn for block in model.model.layers]
+    assert ["lln" in layer._modules for layer in layers] == [n != worst for n in (0, 1)]
+    model.save_pretrained(tmp_path)
+    again = lln.hf.load(tmp_path, AutoModelForCausalLM).eval()
+    ids = text(2, 12)
+    torch.testing.assert_close(again(ids).logits, model(ids).logits)
+    written = again.generate(ids, max_new_tokens=6, do_sample=False)
+    assert written.equal(model.generate(ids, max_new_tokens=6, do_sample=False))
+
+
+def test_all_kept_is_the_model_of_before():
+    model, ids = make("bert", head="AutoModel"), text(2, 20)
+    before = model(ids).last_hidden_state
+    done = lln.hf.convert(model, batches(2), options=SMALL, transfer_steps=2, keep=[0, 1])
+    assert not done.replacement.active
+    assert model(ids).last_hidden_state.equal(before)
+
+
+@pytest.mark.parametrize("killed", ["transfer", "recover"])
+def test_a_killed_conversion_goes_on(killed, tmp_path):
+    options = {
+        "options": SMALL, "transfer_steps": 8, "recover_steps": 8, "calibration": 2,
+        "transfer_options": {"warmup": 2}, "recover_options": {"near_dropout": 0.0},
+    }  # fmt: skip
+    whole = make("bert", head="AutoModel")
+    lln.hf.convert(whole, batches(), **options)
+
+    def kill(stage, step, steps, value):
+        if stage == killed and step == 6:
+            raise KeyboardInterrupt
+
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr("lln.hf.conversion.convert.EVERY", 4)
+    model = make("bert", head="AutoModel")
+    with pytest.raises(KeyboardInterrupt):
+        lln.hf.convert(model, batches(), folder=tmp_path, progress=kill, **options)
+    seen = []
+    model = make("bert", head="AutoModel")
+    lln.hf.convert(
+        model, batches(), folder=tmp_path, progress=lambda *said: seen.append(said[:2]), **options
+    )
+    monkey.undo()
+    assert (killed, 5) in seen and (killed, 4) not in seen
+    ids = text(2, 30)
+    torch.testing.assert_close(
+        model(ids).last_hidden_state, whole(ids).last_hidden_state, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_progress_of_another_conversion_is_refused(tmp_path):
+    data = batches(3)
+    lln.hf.convert(
+        make("bert", head="AutoModel"), data, options=SMALL, transfer_steps=2, recover_steps=0,
+        folder=tmp_path,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="of another conversion"):
+        lln.hf.convert(
+            make("llama"), data, options=SMALL, transfer_steps=2, recover_steps=0, folder=tmp_path
+        )
+
+
+def test_other_mechanisms_convert_too():
+    model = make("bert", head="AutoModel")
+    done = lln.hf.convert(
+        model, batches(3), attention="hedgehog", transfer_steps=10, recover_steps=0
+    )
+    assert done.errors["transfer"][0] < done.errors["calibrate"][0]
+
+
+def test_options_follow_the_model():
+    assert usual_options(make("bert"))["slots"] == 64
+    decoder = usual_options(make("llama"))
+    assert decoder["sinks"] == 4 and decoder["diag_overlap"] == 128
+    assert "sinks" not in usual_options(make("roberta"))
+
+
+def test_batches_are_used_in_turn():
+    assert list(Cycle([{"i": n} for n in range(3)], 2, 4)) == [{"i": n} for n in (2, 0, 1, 2)]
+
+
+def test_which_layers_keep_softmax():
+    errors = {0: 0.1, 1: 0.4, 2: 0.2, 5: 0.3}
+    assert worst_layers(errors, 2) == [1, 5]
+    assert choose_kept([5, 0], errors, {}, length=8, budget=1) == [0, 5]
+    seconds = {1: (1.0, 2.0), 5: (1.0, 2.0), 2: (1.0, 2.0), 0: (1.0, 2.0)}
+    assert [affordable(seconds, budget) for budget in (1, 1.25, 1.6, 2)] == [0, 1, 2, 4]
+    for wrong, match in ((5, "keep=5 of 4"), ("most", "'most'"), ([3], "no replaced layer 3")):
+        with pytest.raises(ValueError, match=match):
+            choose_kept(wrong, errors, {}, length=8, budget=1)
+    with pytest.raises(ValueError, match=r"budget=0\.5"):
+        affordable(seconds, 0.5)
+
+
+def test_auto_keeps_by_measured_time():
+    model, data = make("bert", head="AutoModel"), batches(3)
+    done = lln.hf.convert(
+        model, data, options=SMALL, transfer_steps=2, recover_steps=0, keep="auto", budget=1e6,
+        length=64,
+    )  # fmt: skip
+    assert done.kept == [0, 1]
+    core = lln.nn.LLNAttention(2, 8, diag_block=8, mix="learned")
+    assert all(x > 0 for x in time_of_layer(core, 64))
+
+
+def test_bad_requests_say_what_to_do():
+    with pytest.raises(ValueError, match="batches is empty"):
+        lln.hf.convert(make("bert"), [])
+    with pytest.raises(ValueError, match="transfer_steps=-1"):
+        lln.hf.convert(make("bert"), batches(1), transfer_steps=-1)

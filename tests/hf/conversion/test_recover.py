@@ -1,0 +1,133 @@
+"""recover: a converted model learns its teacher's answers, all weights or adapters."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import lln.hf
+from lln.hf.conversion.recover import divergence_of_logits
+from tests.hf.conversion.loud import loud
+from tests.hf.tiny import padded, text
+
+OPTIONS = {"diag_block": 8, "feature_map": "learned", "learn_scale": True, "slots": 16}
+
+
+def pair(family, head=None):
+    teacher = loud(family, head)
+    model = copy.deepcopy(teacher)
+    lln.hf.replace(model, "lln_nearfar", statistics="fixed", quiet=True, **OPTIONS)
+    lln.hf.calibrate(model, [{"input_ids": text(3, 40)}])
+    return teacher, model
+
+
+def batches(count=20):
+    return [padded(text(2, 40, seed=seed % 3), 6, "right") for seed in range(count)]
+
+
+def gap(teacher, model, batch) -> float:
+    out = [m(**batch) for m in (teacher, model)]
+    real = batch["attention_mask"].bool()
+    a, b = (o.logits[real] if hasattr(o, "logits") else o.last_hidden_state[real] for o in out)
+    return ((a - b).norm() / a.norm()).item()
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize(("family", "head"), [("llama", None), ("bert", "AutoModel")])
+def test_the_answers_come_closer(family, head, lora):
+    teacher, model = pair(family, head)
+    before = {name: x.detach().clone() for name, x in model.named_parameters()}
+    first = gap(teacher, model, batches(1)[0])
+    rows = lln.hf.recover(
+        model, teacher, batches(40), learning_rate=1e-3 if lora else 1e-4, lora=lora, core_rate=3
+    )
+    assert len(rows) == 40 and rows[-1]["loss"] < rows[0]["loss"]
+    assert gap(teacher, model, batches(1)[0]) < 0.9 * first
+    changed = {name for name, x in model.named_parameters() if not x.equal(before[name])}
+    assert not any("embed" in name and "Norm" not in name for name in changed)
+    assert any(".lln." in name for name in changed) and any(".lln." not in n for n in changed)
+    assert set(before) == {name for name, _ in model.named_parameters()}
+
+
+def test_accumulated_batches_are_one_update():
+    found = []
+    for size, accumulation in ((1, 2), (2, 1)):
+        teacher, model = pair("llama")
+        ids = text(4, 30)
+        data = [{"input_ids": part} for part in ids.split(size)]
+        lln.hf.recover(
+            model, teacher, data, accumulation=accumulation, learning_rate=1e-3, clip=0, warmup=0
+        )
+        found.append(model(ids).logits)
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+
+
+def test_mode_flags_and_gradients_are_left_alone():
+    teacher, model = pair("bert", "AutoModel")
+    model.train()
+    model.encoder.layer[0].output.dense.weight.requires_grad_(False)
+    flags = {name: x.requires_grad for name, x in model.named_parameters()}
+    lln.hf.recover(model, teacher, batches(2), near_dropout=0.5)
+    assert all(module.training for module in model.modules())
+    assert flags == {name: x.requires_grad for name, x in model.named_parameters()}
+    assert all(x.grad is None for x in model.parameters())
+    assert all(c.diag_dropout == 0 for c in model.modules() if isinstance(c, lln.nn.LLNAttention))
+
+
+def test_the_near_branch_is_left_out_as_often_as_asked(monkeypatch):
+    teacher, model = pair("bert", "AutoModel")
+    seen = []
+    plain = lln.nn.LLNAttention.attend
+
+    def watch(core, q, k, v, draw, impl=None):
+        seen.append(draw.diag_kept)
+        return plain(core, q, k, v, draw, impl)
+
+    monkeypatch.setattr(lln.nn.LLNAttention, "attend", watch)
+    lln.hf.recover(model, teacher, batches(30), near_dropout=0.5)
+    kept = torch.cat([x for x in seen if x is not None]).float().mean()
+    assert 0.35 < kept < 0.65
+
+
+def test_an_error_leaves_the_weights_as_they_were():
+    for lora in (0, 4):
+        teacher, model = pair("llama")
+        before = {name: x.detach().clone() for name, x in model.named_parameters()}
+        with pytest.raises(ValueError, match="exactly one of"):
+            lln.hf.recover(model, teacher, [*batches(1), {"nonsense": 1}], lora=lora)
+        after = dict(model.named_parameters())
+        assert set(after) == set(before)
+        assert all(x.equal(before[name]) for name, x in after.items())
+
+
+def test_half_precision_learns():
+    teacher, model = pair("llama")
+    rows = lln.hf.recover(model, teacher, batches(), learning_rate=1e-4, precision=torch.bfloat16)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_divergence_is_that_of_real_tokens():
+    given, wanted = torch.randn(2, 5, 7), torch.randn(2, 5, 7)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    p, log_q = wanted.softmax(-1), given.log_softmax(-1)
+    by_token = (p * (p.log() - log_q)).sum(-1)
+    expected = (by_token * mask).sum() / mask.sum()
+    torch.testing.assert_close(divergence_of_logits(given, wanted, mask), expected)
+    assert divergence_of_logits(wanted, wanted, None).abs() < 1e-6
+
+
+def test_bad_requests_say_what_to_do():
+    teacher, model = pair("bert", "AutoModel")
+    data = batches(1)
+    with pytest.raises(ValueError, match="objective='loss'"):
+        lln.hf.recover(model, teacher, data, objective="loss")
+    with pytest.raises(ValueError, match="has no logits"):
+        lln.hf.recover(model, teacher, data, objective="logits")
+    with pytest.raises(ValueError, match="shares its weights"):
+        lln.hf.recover(model, model, data)
+    with pytest.raises(ValueError, match="near_dropout=1"):
+        lln.hf.recover(model, teacher, data, near_dropout=1.0)
+    with pytest.raises(ValueError, match="batches is empty"):
+        lln.hf.recover(model, teacher, [])
