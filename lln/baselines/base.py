@@ -100,7 +100,8 @@ class Core(nn.Module):
     ``k`` and ``v`` arrive there with masked content already zero, so that NaN cannot spread;
     keeping masked keys out of denominators, means and buckets is the subclass's business.
 
-    Fulfils :class:`lln.protocols.AttentionCore`; nothing is measured, so ``query_mask`` is ignored.
+    Fulfils :class:`lln.protocols.AttentionCore`; ``query_mask`` is ignored: what measures nothing
+    does not need it, and what measures does so on the tokens of ``key_mask``.
 
     Attributes:
         crosses: Whether the keys may be those of another sequence. Otherwise ``key_mask`` is the

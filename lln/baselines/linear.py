@@ -8,6 +8,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lln.baselines.base import Core, Layer
+from lln.moments import match_features, softmax_entropy
+from lln.ops.bidirectional import bidirectional
 
 CHUNK = 64  # of the causal form
 
@@ -52,6 +54,55 @@ class LinearCore(Core):
         seen = k.new_ones(1, k.shape[2]) if key_mask is None else key_mask.to(k.dtype)
         seen = seen[:, None, :, None]
         return seen.cumsum(2) if self.causal else seen.sum(2, keepdim=True)
+
+
+class PositiveCore(LinearCore):
+    r"""Linear attention with positive features, which have a temperature: φ_c(x) = φ(x)^c.
+
+    Args:
+        causal: As in :class:`LinearCore`.
+        calibrate: Choose c of every sample and head such that the rows have on average the entropy
+            of softmax attention with the same q and k (:func:`lln.moments.match_features`), in
+            linear time and as a constant of the backward pass; False is c = 1. For self-attention
+            that is not causal: c depends on all tokens, so the future would leak into the past.
+    """
+
+    def __init__(self, layer: Layer, *, causal: bool = False, calibrate: bool = False) -> None:
+        super().__init__(layer, causal=causal)
+        if causal and calibrate:
+            raise ValueError(
+                "calibrate=True cannot serve causal attention: the entropy of the whole sequence "
+                "would leak the future into every output; leave calibrate out, or use 'lln' with "
+                "statistics='running', which scales by averages over past batches"
+            )
+        self.calibrate = calibrate
+        self.crosses = not calibrate
+
+    def log_features(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """ln φ_q(q) and ln φ_k(k), up to a constant, ``[B, H, N, f]`` and ``[B, H, M, f]``."""
+        raise NotImplementedError
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        if not self.calibrate:
+            return super().attend(q, k, v, key_mask)
+        log_q, log_k = self.log_features(q, k, key_mask)
+        c = match_features(
+            log_q,
+            log_k,
+            softmax_entropy(q, k, key_mask=key_mask, query_mask=key_mask),
+            key_mask=key_mask,
+            query_mask=key_mask,
+        )
+        return bidirectional(log_q, log_k, v, alpha=c, beta=c, key_mask=key_mask)
+
+    def _check_inputs(self, q: Tensor, k: Tensor) -> None:
+        if self.calibrate and q.shape[2] != k.shape[2]:
+            raise ValueError(
+                f"q has {q.shape[2]} tokens but k has {k.shape[2]}; calibrate=True measures over "
+                "all queries, so that in a decoder each would see the ones after it, and is for "
+                "self-attention only: leave calibrate out"
+            )
+        super()._check_inputs(q, k)
 
 
 def divide(

@@ -9,11 +9,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lln.baselines.base import Layer
-from lln.baselines.linear import LinearCore
+from lln.baselines.linear import PositiveCore
 from lln.ops.arguments import check_positive_int
 
 
-class Performer(LinearCore):
+class Performer(PositiveCore):
     r"""FAVOR+ (Choromanski et al. 2021, arXiv:2009.14794).
 
         φ(x) = m^{-1/2} [exp(Ω x' − |x'|²/2 − c) + ε],  x' = x d^{-1/4}
@@ -25,6 +25,7 @@ class Performer(LinearCore):
         num_features: m; ⌊d ln d⌋ by default.
         eps: The floor ε under every feature. It pulls the weights towards uniform.
         seed: Of Ω, which is drawn once, per layer; :meth:`redraw_` draws another.
+        calibrate: Choose the power of φ by entropy, see :class:`PositiveCore`.
 
     Numerics: c is the maximum of Ωx' per query, and over the *valid* keys of a sample and head.
     Public versions take it over padding as well, or over the whole batch. There is no causal form
@@ -40,8 +41,9 @@ class Performer(LinearCore):
         num_features: int | None = None,
         eps: float = 1e-4,
         seed: int = 0,
+        calibrate: bool = False,
     ) -> None:
-        super().__init__(layer)
+        super().__init__(layer, calibrate=calibrate)
         width = layer.head_dim
         count = max(1, int(width * math.log(width))) if num_features is None else num_features
         check_positive_int("num_features", count)
@@ -57,6 +59,17 @@ class Performer(LinearCore):
         return self
 
     def features(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        log_q, log_k = self._shifted(q, k, key_mask)
+        scale = self.projection.shape[0] ** -0.5
+        return scale * (log_q.exp() + self.eps), scale * (log_k.exp() + self.eps)
+
+    def log_features(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        log_q, log_k = self._shifted(q, k, key_mask)
+        floor = log_q.new_full((), self.eps).log()
+        return torch.logaddexp(log_q, floor), torch.logaddexp(log_k, floor)
+
+    def _shifted(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Ωx' − |x'|²/2 − c of queries and keys."""
         log_q, half_q = self._exponent(q)
         log_k, half_k = self._exponent(k)
         shift_q = log_q.detach().amax(-1, keepdim=True)
@@ -64,9 +77,7 @@ class Performer(LinearCore):
         if key_mask is not None:
             seen = seen.masked_fill(~key_mask[:, None, :, None], -torch.inf)
         shift_k = seen.amax((-2, -1), keepdim=True).nan_to_num(neginf=0.0)
-        scale = self.projection.shape[0] ** -0.5
-        phi_q = scale * ((log_q - half_q - shift_q).exp() + self.eps)
-        return phi_q, scale * ((log_k - half_k - shift_k).exp() + self.eps)
+        return log_q - half_q - shift_q, log_k - half_k - shift_k
 
     def _exponent(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x * x.shape[-1] ** -0.25

@@ -87,13 +87,23 @@ def softmax_entropy(
 
 
 def _some_rows(q: Tensor, query_mask: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:
-    """At most ``rows`` evenly spaced queries, and which of them count, ``[B, rows]``."""
+    """At most ``rows`` evenly spaced queries of those that count, and which are any, ``[B, rows]``.
+
+    Masked queries are skipped, so that leaving them out chooses the same ones.
+    """
     count = min(rows, q.shape[2])
-    step = max(q.shape[2], 1) / max(count, 1)
-    index = (torch.arange(count, device=q.device) * step).long()
+    place = torch.arange(count, device=q.device)
     if query_mask is None:
-        return q[:, :, index], torch.ones(len(q), count, dtype=torch.bool, device=q.device)
-    return q[:, :, index], query_mask[:, index]
+        step = max(q.shape[2], 1) / max(count, 1)
+        counted = torch.ones(len(q), count, dtype=torch.bool, device=q.device)
+        return q[:, :, (place * step).long()], counted
+    valid = query_mask.sum(1, keepdim=True)
+    step = (valid / max(rows, 1)).clamp(min=1)
+    order = torch.argsort(query_mask.to(torch.uint8), dim=1, descending=True, stable=True)
+    index = order.gather(1, (place * step).long())
+    wide = index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
+    counted = place < valid
+    return q.gather(2, wide).masked_fill(~counted[:, None, :, None], 0), counted
 
 
 def log_products(q: Tensor, k: Tensor, *, least: float = 0.0) -> Tensor:

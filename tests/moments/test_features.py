@@ -58,3 +58,14 @@ def test_wrong_features_are_named():
         match_features(q[0, 0], k, 1.0)
     with pytest.raises(TypeError, match="k_features"):
         match_features(q, k.float(), 1.0)
+
+
+def test_masked_queries_are_skipped_not_sampled():
+    """Leaving them out chooses the same rows, however few are left and wherever they stand."""
+    q, k, _ = random_qkv(1, 2, 500)
+    for real in (torch.arange(500) >= 493, torch.arange(500) % 3 == 1):
+        masks = {"query_mask": real[None], "key_mask": real[None]}
+        wanted = softmax_entropy(q[:, :, real], k[:, :, real])
+        torch.testing.assert_close(softmax_entropy(q, k, **masks), wanted)
+        found = match_features(2 * q, k, wanted, **masks)
+        torch.testing.assert_close(found, match_features(2 * q[:, :, real], k[:, :, real], wanted))
