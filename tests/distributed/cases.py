@@ -48,6 +48,33 @@ GIVEN = (
     Case("causal, wide spread", {"is_causal": True}, spread=40.0),
     Case("causal, bfloat16", {"is_causal": True}, dtype=torch.bfloat16),
     Case("causal diag", {"is_causal": True, "diag_block": 8}, masked=True, shares=(2, 1, 2, 1)),
+    Case("mix of one's own", {"diag_block": 8, "mix": 0.3}, shares=(2, 1, 1, 2)),
+    Case("average, overlap", {"diag_block": 8, "diag_overlap": 5}, shares=(2, 1, 1, 2)),
+    Case("average, overlap, causal", {"diag_block": 4, "diag_overlap": 7, "is_causal": True}),
+)
+_BLOCKS = {"diag_block": 8, "mix": "joint"}
+_OVERLAP = {"diag_block": 4, "diag_overlap": 6, "mix": "joint"}
+JOINT = (
+    Case("joint", _BLOCKS),
+    Case("joint, uneven", _BLOCKS, shares=(3, 1, 0, 2)),
+    Case("joint, masked, grouped", _BLOCKS | {"scale": 0.5}, heads=4, value_width=5, masked=True),
+    Case("joint, normalized", _BLOCKS | {"normalize_keys": True}, shares=(2, 1, 1, 2)),
+    Case("joint, wide spread", _BLOCKS, spread=40.0),
+    Case("joint, bfloat16", _BLOCKS, dtype=torch.bfloat16, masked=True),
+    Case("joint, all", _BLOCKS | {"far": "all"}, shares=(3, 1, 0, 2)),
+    Case("joint, all, masked", _BLOCKS | {"far": "all"}, masked=True, heads=4),
+    Case("joint, causal", _BLOCKS | {"is_causal": True}, shares=(1, 3, 0, 2)),
+    Case("joint, causal, masked", _BLOCKS | {"is_causal": True}, masked=True, heads=4),
+    Case("joint, causal, all", _BLOCKS | {"is_causal": True, "far": "all"}, masked=True),
+    Case("joint, overlap", _OVERLAP, shares=(2, 1, 3, 1)),
+    Case("joint, overlap, masked", _OVERLAP, masked=True, heads=4, value_width=3),
+    Case("joint, overlap as long as a slice", _OVERLAP | {"diag_overlap": 8}, masked=True),
+    Case("joint, overlap, float32", _OVERLAP, dtype=torch.float32),
+    Case("joint, overlap, all", _OVERLAP | {"far": "all"}, shares=(1, 2, 1, 1)),
+    Case(
+        "joint, overlap, causal", _OVERLAP | {"is_causal": True}, masked=True, shares=(2, 1, 2, 1)
+    ),
+    Case("joint, overlap, causal, all", _OVERLAP | {"is_causal": True, "far": "all"}),
 )
 MEASURED = (
     Case("measured", scales=False, shares=(3, 1, 2, 1)),
@@ -55,7 +82,7 @@ MEASURED = (
     Case("measured, entropy", {"method": "entropy", "diag_block": 8}, scales=False),
     Case("measured, large mean", scales=False, shift=1e3, dtype=torch.float32),
 )
-CASES = GIVEN + MEASURED
+CASES = GIVEN + JOINT + MEASURED
 
 
 def tensors(case: Case, processes: int) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
@@ -76,6 +103,8 @@ def tensors(case: Case, processes: int) -> tuple[dict[str, Tensor], dict[str, Te
         wide = torch.float64 if case.dtype == torch.float64 else torch.float32
         learned["alpha"] = (1 + normal(case.heads).abs()).to(wide)
         learned["beta"] = (1 + normal(batch, case.key_heads).abs()).to(wide)
+    if case.options.get("mix") == "joint":
+        learned["gamma"] = normal(batch, case.heads).to(learned["alpha"].dtype)
     masks = {}
     if case.masked:
         seen = torch.rand(batch, length, generator=draw) < 0.6

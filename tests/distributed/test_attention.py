@@ -76,6 +76,20 @@ def test_one_exchange_each_way_whose_size_does_not_depend_on_the_length(results,
             assert found == [PROCESSES * state, backward]
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_one_normaliser_exchanges_states_and_the_tokens_at_the_edges(results, is_causal):
+    batch, heads, width, overlap = 2, 3, 16, 4
+    edges = batch * heads * 2 * overlap * (2 * width + 1) * 4
+    state = batch * heads * width * (width + 1) * 4
+    given = 2 if is_causal else 3  # states of a process: whole, without last keys, without first
+    for result in results:
+        for tokens in (16, 512):
+            found = result["exchanges"][f"{tokens} tokens, joint, {is_causal=}"]
+            assert sorted(found) == sorted(
+                PROCESSES * sent for sent in (edges, given * state, state, edges)
+            )
+
+
 def test_measuring_the_scales_costs_six_numbers_per_head_more(results):
     for result in results:
         for tokens in (16, 512):
@@ -91,6 +105,10 @@ REFUSALS = {
     "causal without scales": "is_causal=True needs alpha and beta",
     "one scale": "alpha was given without beta",
     "reference": "impl='reference' has no states",
+    "joint without gamma": "mix='joint' needs gamma where a sequence is split",
+    "joint by kernels": "impl='triton' cannot run here: mix='joint' and diag_overlap are plain",
+    "sinks": "sinks=2 is refused where a sequence is split over processes",
+    "long overlap": "12 tokens, fewer than diag_overlap=13",
     "not a member": "not a member of group",
 }
 

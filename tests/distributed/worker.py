@@ -22,7 +22,8 @@ from tests.distributed.cases import CASES, Case, tensors
 from tests.helpers import run_with_grads
 
 PROCESSES = 4
-SHARED = ("d_alpha", "d_beta")
+SCALES = ("alpha", "beta", "gamma")
+SHARED = tuple(f"d_{name}" for name in SCALES)
 
 
 def in_slices(case: Case, group: Any) -> dict[str, Tensor]:
@@ -31,7 +32,7 @@ def in_slices(case: Case, group: Any) -> dict[str, Tensor]:
     lengths = case.lengths(dist.get_world_size(group))
     rank = dist.get_rank(group)
     part = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
-    own = {name: x if name in ("alpha", "beta") else x[:, :, part] for name, x in learned.items()}
+    own = {name: x if name in SCALES else x[:, :, part] for name, x in learned.items()}
     masks = {name: x[:, part] for name, x in masks.items()}
 
     def call(**own: Tensor) -> Tensor:
@@ -47,9 +48,8 @@ def in_slices(case: Case, group: Any) -> dict[str, Tensor]:
 def at_once(case: Case, group: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     """The same by one process, cut to this process's slice."""
     learned, masks, d_out = tensors(case, dist.get_world_size(group))
-    scales = ("alpha", "beta")
     wide = {
-        n: x if n in scales and dtype != torch.float64 else x.to(dtype) for n, x in learned.items()
+        n: x if n in SCALES and dtype != torch.float64 else x.to(dtype) for n, x in learned.items()
     }
 
     def call(**learned: Tensor) -> Tensor:
@@ -120,13 +120,15 @@ class Traffic:
             setattr(dist, name, function)
 
 
-def traffic(tokens: int, group: Any, *, measured: bool, is_causal: bool) -> list[int]:
+def traffic(
+    tokens: int, group: Any, *, measured: bool, is_causal: bool, **options: Any
+) -> list[int]:
     """Bytes of each exchange of a forward and backward pass."""
     x = torch.randn(3, 2, 3, tokens, 16, generator=torch.Generator().manual_seed(0))
     q, k, v = x.requires_grad_().unbind()
-    scales = {} if measured else {"alpha": 2.0, "beta": 2.0}
+    options |= {} if measured else {"alpha": 2.0, "beta": 2.0}
     with Traffic() as seen:
-        out = lln.distributed.attention(q, k, v, group=group, is_causal=is_causal, **scales)
+        out = lln.distributed.attention(q, k, v, group=group, is_causal=is_causal, **options)
         out.sum().backward()
     return seen.calls
 
@@ -141,6 +143,10 @@ def refusals(group: Any, outsiders: Any) -> dict[str, str]:
         "causal without scales": {"is_causal": True},
         "one scale": {"alpha": 1.0},
         "reference": {"impl": "reference"},
+        "joint without gamma": {"diag_block": 4, "mix": "joint"},
+        "joint by kernels": {"diag_block": 4, "mix": "joint", "gamma": 0.0, "impl": "triton"},
+        "sinks": {"diag_block": 4, "sinks": 2},
+        "long overlap": {"diag_block": 4, "diag_overlap": 13},
         "not a member": {"group": outsiders},
     }
     said = {}
@@ -176,6 +182,11 @@ def main(rank: int, store: str, out: Path) -> None:
         for tokens in (16, 512)
         for measured, is_causal in ((False, False), (True, False), (False, True))
     }
+    joint: dict[str, Any] = {"diag_block": 8, "diag_overlap": 4, "mix": "joint", "gamma": 0.0}
+    for tokens in (16, 512):
+        for is_causal in (False, True):
+            found = traffic(tokens, None, measured=False, is_causal=is_causal, **joint)
+            exchanges[f"{tokens} tokens, joint, {is_causal=}"] = found
     result = {
         "errors": errors,
         "exchanges": exchanges,

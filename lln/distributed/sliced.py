@@ -1,0 +1,218 @@
+"""LLN attention over slices of a sequence, one on each process of a group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lln.distributed.exchange import Exchange
+from lln.distributed.scales import measured_scales
+from lln.distributed.windows import Reach, attend_far, attend_near
+from lln.functional import check_pair, explain_sdpa_arguments
+from lln.ops.arguments import (
+    as_level,
+    as_scale,
+    autocast,
+    check_mask,
+    check_positive_int,
+    check_qkv,
+)
+from lln.ops.block_diagonal import block_diagonal
+from lln.ops.causal import causal
+from lln.ops.dispatch import choose
+from lln.ops.eager.joint.near_far import combine
+from lln.ops.eager.parts import blend
+from lln.ops.local import Local, read_local, read_mix
+from lln.ops.state import State
+from lln.protocols import Call
+
+if TYPE_CHECKING:
+    from lln.moments import MomentFit
+
+
+NEEDS_GAMMA = (
+    "mix='joint' needs gamma where a sequence is split over processes; take it from "
+    "lln.moments.match_level on a sequence that one process can hold, the same on all processes"
+)
+
+
+@explain_sdpa_arguments
+def attention(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B Hkv M D"],
+    v: Float[Tensor, "B Hkv M E"],
+    *,
+    group: dist.ProcessGroup | None,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    key_mask: Bool[Tensor, "B M"] | None = None,
+    query_mask: Bool[Tensor, "B N"] | None = None,
+    is_causal: bool = False,
+    diag_block: int | None = None,
+    diag_overlap: int = 0,
+    sinks: int = 0,
+    scale: float | None = None,
+    mix: str | float | Tensor = "average",
+    gamma: float | Tensor | None = None,
+    far: str | None = None,
+    method: str | MomentFit = "paper",
+    normalize_keys: bool = False,
+    impl: str | None = None,
+) -> Float[Tensor, "B H N E"]:
+    r"""LLN attention over a sequence that is split over the processes of a group.
+
+    Process r of the group passes slice r of the sequence and receives that slice of what
+    :func:`lln.attention` gives for the whole: with the states S_r of the slices, a query reads
+        S_0 ∪ S_1 ∪ …            bidirectional,
+        S_0 ∪ … ∪ S_{r−1} ∪ {keys j <= i of slice r}        causal.
+
+    Every process of the group must make the call, and take part in the backward pass.
+
+    Args:
+        group: Processes in the order of their slices; None is all of them. Slices may differ in
+            length; batch, heads and widths may not.
+        alpha, beta: As in :func:`lln.attention`, equal on all processes. Left out, they are
+            measured on the whole sequence, at the cost of a second exchange of 6 numbers per head.
+        key_mask, query_mask: Those of the slice.
+        diag_block: Add softmax attention inside blocks: LLN+Diag. Slices must be multiples of it.
+        diag_overlap: Keys before and after its block that a query sees there, too, on whatever
+            process (causal: before). Slices must be at least that long.
+        sinks: Not possible here: 0.
+        scale, mix, far, method, normalize_keys: As in :func:`lln.attention`.
+        gamma: As in :func:`lln.attention`, equal on all processes; "joint" needs it.
+        impl: "triton", "eager" or None; only plain PyTorch, "eager", for "joint" and overlap.
+
+    Returns:
+        The slice of the output, same dtype as ``q``. Gradients of q, k, v are complete; those of
+        tensors that all processes share (alpha, beta, as all weights of the model) are each
+        process's part of a sum, as data-parallel training expects them.
+
+    Numerics: states are merged in float32 or wider. In half precision the two branches of LLN+Diag
+    are rounded before they are averaged.
+
+    Example:
+        >>> dist.init_process_group("nccl")                       # one slice per GPU
+        >>> out = lln.distributed.attention(q, k, v, group=None, diag_block=64)
+    """
+    q, k, v = autocast(q, k, v)
+    check_qkv(q, k, v)
+    check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k)
+    check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q)
+    check_pair(alpha, beta, is_causal)
+    near = read_local(
+        head_dim=q.shape[-1], diag_block=diag_block, diag_overlap=diag_overlap, sinks=sinks,
+        scale=scale, mix=mix, gamma=gamma, far=far,
+    )  # fmt: skip
+    weight = read_mix(mix, q.shape[1], q)
+    _check_group(group)
+    _check_possible(impl, near)
+    _check_slice(q, k, is_causal, diag_block, diag_overlap)
+    level = None
+    if near is not None and near.joint:
+        if gamma is None:
+            raise ValueError(NEEDS_GAMMA)
+        level = as_level("gamma", gamma, q.shape[0], q.shape[1], q)
+    if alpha is None or beta is None:
+        alpha, beta = measured_scales(
+            q, k, key_mask, query_mask, group, method, normalize_keys, impl
+        )
+    options: dict[str, Any] = {
+        "alpha": as_scale("alpha", alpha, q.shape[0], q.shape[1], q),
+        "beta": as_scale("beta", beta, k.shape[0], k.shape[1], k),
+        "key_mask": key_mask,
+        "normalize_keys": normalize_keys,
+    }
+    if near is None:
+        return _linear(q, k, v, group, is_causal, impl, **options)
+    if level is not None:
+        reach = Reach(q, k, v, near, group, key_mask, is_causal)
+        local = attend_near(reach, near, is_causal)
+        linear = attend_far(q, k, v, reach, near, group, is_causal, **options)
+        return combine(local, linear, level).to(q.dtype)
+    linear = _linear(q, k, v, group, is_causal, impl, **options)
+    if near.overlap:
+        reach = Reach(q, k, v, near, group, key_mask, is_causal)
+        local, _ = attend_near(reach, near, is_causal)
+    else:
+        local = block_diagonal(
+            q, k, v, block=near.block, scale=near.scale, key_mask=key_mask, is_causal=is_causal,
+            impl=impl,
+        )  # fmt: skip
+    return blend(linear, local, weight, q.dtype)
+
+
+def _linear(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Any,
+    is_causal: bool,
+    impl: str | None,
+    *,
+    alpha: Tensor,
+    beta: Tensor,
+    key_mask: Tensor | None,
+    normalize_keys: bool,
+) -> Tensor:
+    """The LLN branch: summarize the slice, exchange, and attend to what this process sees."""
+    keys = {"beta": beta, "key_mask": key_mask, "normalize_keys": normalize_keys}
+    own = choose(Call("summarize", k, k, v), impl).summarize(k, v, **keys)
+    seen: tuple[Tensor, Tensor] = Exchange.apply(*own, group, is_causal)  # type: ignore[assignment]
+    if is_causal:
+        return causal(q, k, v, alpha=alpha, state=State(*seen), impl=impl, **keys)
+    return choose(Call("read", q, seen[1], seen[1]), impl).read(q, *seen, alpha=alpha)
+
+
+def _check_group(group: Any) -> None:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "no process group; call torch.distributed.init_process_group first, e.g. in a script "
+            "that is started by torchrun"
+        )
+    if dist.get_rank(group) < 0:
+        raise ValueError("this process is not a member of group; only members may make the call")
+
+
+def _check_possible(impl: str | None, near: Local | None) -> None:
+    if impl == "reference":
+        raise ValueError("impl='reference' has no states to exchange; pass 'triton' or 'eager'")
+    if near is not None and near.sinks:
+        raise ValueError(
+            f"sinks={near.sinks} is refused where a sequence is split over processes: the first "
+            "keys are on one of them alone; leave sinks out, or call lln.attention on one process"
+        )
+    if near is not None and (near.joint or near.overlap) and impl not in (None, "eager"):
+        raise ValueError(
+            f"impl={impl!r} cannot run here: mix='joint' and diag_overlap are plain PyTorch for "
+            "a split sequence; pass 'eager' or leave impl out"
+        )
+
+
+def _check_slice(
+    q: Tensor, k: Tensor, is_causal: bool, diag_block: int | None, diag_overlap: int
+) -> None:
+    queries, keys = q.shape[2], k.shape[2]
+    if (is_causal or diag_block is not None) and queries != keys:
+        option = "is_causal=True" if is_causal else f"diag_block={diag_block}"
+        raise ValueError(
+            f"q has {queries} tokens but k has {keys} on this process; {option} needs the queries "
+            "and keys of the same slice"
+        )
+    if diag_block is None:
+        return
+    check_positive_int("diag_block", diag_block)
+    if queries % diag_block:
+        raise ValueError(
+            f"this process holds {queries} tokens, not a multiple of diag_block={diag_block}, so "
+            "that a block would lie on two processes; split the sequence at multiples of "
+            f"{diag_block}, and pad its end with key_mask"
+        )
+    if queries < diag_overlap:
+        raise ValueError(
+            f"this process holds {queries} tokens, fewer than diag_overlap={diag_overlap}, so that "
+            "windows would reach beyond its neighbours; use fewer processes or a smaller "
+            "diag_overlap"
+        )

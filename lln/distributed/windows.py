@@ -1,0 +1,106 @@
+"""Near and far keys of a slice whose windows reach over its edges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lln.distributed.exchange import Exchange, ExchangeEdges, ExchangeOutside
+from lln.ops.eager.joint.far import far_op
+from lln.ops.eager.joint.near import near_op
+from lln.ops.eager.joint.near_far import Sinks, continue_all, read_with_normaliser
+from lln.ops.eager.state import summarize_op
+from lln.ops.local import Local
+
+Branch = tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]  # output and logarithm of its sum
+
+
+class Reach:
+    """A slice and ``overlap`` tokens on either side of it (causal: before it).
+
+    Attributes:
+        q: With zeros beside the tokens after the slice, so that the last query is at the last key.
+        key_mask: False for the tokens that are not there: before the first slice, after the last.
+        origin: A position of the first key at which the blocks are those of the whole sequence.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        near: Local,
+        group: Any,
+        key_mask: Tensor | None,
+        is_causal: bool,
+    ) -> None:
+        self.q, self.k, self.v, self.key_mask, self.origin = q, k, v, key_mask, 0
+        self.queries, overlap = q.shape[2], near.overlap
+        if not overlap:
+            return
+        seen = k.new_ones(k.shape[:3]) if key_mask is None else key_mask[:, None].to(k.dtype)
+        own = torch.cat([k, v, seen.expand(k.shape[:3])[..., None]], dim=-1)
+        edges: tuple[Tensor, Tensor] = ExchangeEdges.apply(  # type: ignore[assignment]
+            own[:, :, :overlap], own[:, :, -overlap:], group
+        )
+        wide = torch.cat([edges[0], own] if is_causal else [edges[0], own, edges[1]], dim=2)
+        self.k, self.v, seen = wide.split([k.shape[3], v.shape[3], 1], dim=-1)
+        self.key_mask, self.origin = seen[:, 0, :, 0] > 0, -overlap % near.block
+        if not is_causal:
+            self.q = F.pad(q, (0, 0, 0, overlap))
+
+    def cut(self, branch: Branch) -> Branch:
+        """The rows of the slice."""
+        return branch[0][:, :, : self.queries], branch[1][:, :, : self.queries]
+
+
+def attend_near(reach: Reach, near: Local, is_causal: bool) -> Branch:
+    """Softmax attention of the slice over its near keys."""
+    none = Sinks.among(reach.k, reach.v, 0, None)
+    tensors = reach.q, reach.k, reach.v, none.k, none.v, none.position, reach.key_mask, None
+    window = near.block, near.overlap, near.scale, reach.origin, is_causal
+    return reach.cut(near_op(*tensors, *window))
+
+
+def attend_far(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B Hkv N D"],
+    v: Float[Tensor, "B Hkv N E"],
+    reach: Reach,
+    near: Local,
+    group: Any,
+    is_causal: bool,
+    *,
+    alpha: Float[Tensor, "B H"],
+    beta: Float[Tensor, "B Hkv"],
+    key_mask: Bool[Tensor, "B N"] | None,
+    normalize_keys: bool,
+) -> Branch:
+    """LLN attention of the slice over its far keys, wherever they are."""
+    seen: tuple[Tensor, Tensor]
+    if near.far == "all":
+        own = summarize_op(k, v, beta, key_mask, normalize_keys)
+        seen = Exchange.apply(*own, group, is_causal)  # type: ignore[assignment]
+        if not is_causal:
+            return read_with_normaliser(q, alpha, *seen)
+        keys = {"beta": beta, "key_mask": key_mask, "normalize_keys": normalize_keys}
+        return continue_all(q, k, v, *seen, alpha=alpha, **keys)
+    parts = [slice(None)]
+    if near.overlap:
+        parts += [slice(None, -near.overlap), slice(near.overlap, None)][: 1 if is_causal else 2]
+    states = [
+        summarize_op(
+            *(k[:, :, part], v[:, :, part], beta),
+            *(None if key_mask is None else key_mask[:, part], normalize_keys),
+        )
+        for part in parts
+    ]
+    given = (torch.stack(tensors) for tensors in zip(*states, strict=True))
+    seen = ExchangeOutside.apply(*given, group, is_causal)  # type: ignore[assignment]
+    tensors = reach.q, reach.k, reach.v, alpha, beta, *seen, reach.key_mask, None
+    window = near.block, near.overlap, reach.origin, is_causal
+    return reach.cut(far_op(*tensors, normalize_keys, *window))
