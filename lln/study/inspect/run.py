@@ -49,12 +49,12 @@ def run(
     console = console or Console()
     started = time.perf_counter()
     loaded = load(folder)
-    inputs = prepare(folder, loaded, _read(text), tokens=tokens, sequences=sequences)
+    inputs = prepare(folder, loaded, read_text(text), tokens=tokens, sequences=sequences)
     name = f"{folder.resolve().name} ({loaded.config.model_type})"
     console.print(
         f"[bold]{name}[/bold]: weights {loaded.weights}; {inputs.words}.", highlight=False
     )
-    calls = _calls(loaded, inputs)
+    calls = calls_of(loaded, inputs)
     with one_thread():
         rows = _measure(calls, console)
 
@@ -77,7 +77,7 @@ def run(
     return report
 
 
-def _read(text: Path | None) -> str:
+def read_text(text: Path | None) -> str:
     if text is None:
         return data.text()
     if text.exists() and not text.is_file():  # a pipe would wait for ever
@@ -88,7 +88,7 @@ def _read(text: Path | None) -> str:
         raise CannotInspect(f"--text {text} is not readable as UTF-8: {error}") from error
 
 
-def _calls(loaded: Loaded, inputs: Inputs) -> list[AttentionCall]:
+def calls_of(loaded: Loaded, inputs: Inputs) -> list[AttentionCall]:
     """Run one forward pass without gradients; return its attention calls, all samples kept."""
     count = next(iter(inputs.arguments.values())).shape[0]
     name = type(loaded.model).__name__

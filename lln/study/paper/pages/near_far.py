@@ -1,4 +1,4 @@
-"""The measured blocks of docs/guide/near-and-far.md, from ``results/near-far_…json``."""
+"""The measured blocks of docs/guide/near-and-far.md, from ``results/near-far…json``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lln.study.paper.pages.blocks import NOTHING_YET, Blocks, latest, markdown_table, origin
+from lln.study.paper.pages.blocks import (
+    NOTHING_YET,
+    Blocks,
+    latest,
+    markdown_table,
+    origin,
+    picture,
+)
 from lln.study.paper.results import origin_text, read
 
 Row = dict[str, Any]
@@ -33,6 +40,30 @@ def concentration(results: Path) -> str:
         f"near keys (blocks of 128). ({origin(rows[0])}, {content['date']})"
     )
     return f"{markdown_table(names, lines)}\n\n{words}"
+
+
+def matrices(results: Path) -> str:
+    """The matrices of two heads, and the mean over all heads of that model."""
+    content = latest(results, "near-far-matrices")
+    if content is None:
+        return NOTHING_YET
+    rows: Sequence[Row] = content["rows"]
+    lines = []
+    for form in dict.fromkeys(row["form"] for row in rows):
+        own = [row for row in rows if row["form"] == form]
+        bits, share, distance = (
+            sum(row[name] for row in own) / len(own)
+            for name in ("entropy", "near_share", "distance")
+        )
+        lines.append([form, f"{bits:.1f}", f"{share:.0%}", f"{distance:.0%}"])
+    names = ["mean over all heads", "entropy, bits", "near share", "mass elsewhere"]
+    first = rows[0]
+    words = (
+        f"{first['model']} on {first['tokens']} tokens of {first['text']}, blocks of "
+        f"{first['block']}; {len(rows) // len(lines)} heads. ({origin(first)}, {content['date']})"
+    )
+    drawn = picture(results, "near-far-matrices", "Attention matrices of two heads in four forms")
+    return f"{drawn}{markdown_table(names, lines)}\n\n{words}"
 
 
 def slots(results: Path) -> str:
@@ -111,6 +142,7 @@ def _order(entry: tuple[str, str]) -> tuple[int, str, str]:
 
 BLOCKS: Blocks = {
     "near_far": concentration,
+    "near_far_matrices": matrices,
     "near_far_slots": slots,
     "near_far_screen": screen,
     "near_far_first_level": first_level,
