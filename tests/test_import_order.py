@@ -44,6 +44,10 @@ STUDY: dict[str, set[str]] = {
         *("study.bench", "study.data", "study.page", "study.plots"),
         *("device", "hf", "instruments", "moments", "ops", "records"),
     },
+    "study.conversion": {
+        *("study.bench", "study.data", "study.tasks", "study.train", "study.page", "study.plots"),
+        *("device", "hf", "instruments", "nn", "records"),
+    },
     "study.paper.figures": {
         *("study.bench", "study.data", "study.page", "study.paper", "study.paper.tables"),
         *("study.plots", "device", "functional", "instruments", "moments", "ops", "records"),
@@ -82,6 +86,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "study.sweep": ALWAYS_PRESENT | {"rich"},
     "study.bench": ALWAYS_PRESENT | {"rich", "triton", "transformers"},
     "study.inspect": ALWAYS_PRESENT | {"rich", "transformers"},
+    "study.conversion": ALWAYS_PRESENT | {"rich", "transformers"},
     "study.demo": ALWAYS_PRESENT | {"rich"},
     "cli": {"typer", "rich"},
 }

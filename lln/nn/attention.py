@@ -354,8 +354,7 @@ class LLNAttention(nn.Module):
         """γ as evaluation uses it; only with ``mix="joint"`` and stored statistics."""
         if self.level is None or self.level.stored is None:
             raise ValueError("no gamma is stored; it takes mix='joint' and stored statistics")
-        gamma = self.level.stored.value[0]
-        return gamma if self.level.shift is None else gamma + self.level.shift.to(gamma)
+        return self.level.shifted(self.level.stored.value[0])
 
     def far_inputs(
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv M D"]

@@ -23,7 +23,13 @@ class Level(nn.Module):
 
     It follows from α and β, so it is measured after them, and stored as they are. With
     ``learned=True`` a shift is added that is learned from zero.
+
+    Attributes:
+        offset: Added to γ, for looking at one branch alone: γ → −∞ leaves the near keys, γ → ∞ the
+            far ones (except in rows that have none). No part of the state dict.
     """
+
+    offset: float = 0.0
 
     def __init__(
         self,
@@ -90,8 +96,12 @@ class Level(nn.Module):
             gamma = self.measure(q, k, alpha=alpha, beta=beta, **options)
         else:
             gamma = self.stored(pooled, is_causal=is_ordered)
-        gamma = gamma.to(alpha.dtype).expand(len(q), -1)
-        return gamma if self.shift is None else gamma + self.shift.to(gamma)
+        return self.shifted(gamma.to(alpha.dtype).expand(len(q), -1))
+
+    def shifted(self, gamma: Float[Tensor, "*B H"]) -> Float[Tensor, "*B H"]:
+        """γ with what is learned and the offset added."""
+        gamma = gamma if self.shift is None else gamma + self.shift.to(gamma)
+        return gamma + self.offset if self.offset else gamma
 
     def measure(self, q: Tensor, k: Tensor, **options: Any) -> Float[Tensor, "B H"]:
         """γ of each sample; options are those of :func:`lln.moments.levels.match_level`."""
