@@ -1,0 +1,26 @@
+"""A loop whose progress is shown as that of training is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import TypeVar
+
+from lln.study.train.config import TrainConfig
+from lln.study.train.progress import shown
+
+T = TypeVar("T")
+
+
+def watched(items: Collection[T], label: str = "") -> Iterator[T]:
+    """Yield the items, and show under ``label`` how many are done; nothing without a label."""
+    if not label or not len(items):
+        yield from items
+        return
+    progress = shown(label)
+    progress.start(TrainConfig(steps=len(items)), 0)
+    try:
+        for done, item in enumerate(items, start=1):
+            yield item
+            progress.at(done)
+    finally:
+        progress.stop()
