@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lln.study.conversion.texts import Batches, Frame, encoder_batches, token_ids
-from lln.study.conversion.watched import watched
+from lln.study.conversion.watched import Counted, watched
 from lln.study.data import glue
 from lln.study.tasks import metrics
 
@@ -36,7 +36,7 @@ def pooled(states: Float[Tensor, "B N D"], mask: Int[Tensor, "B N"] | None) -> F
 
 
 @torch.no_grad()
-def embed(model: Any, batches: Collection[Batch], *, label: str = "") -> Float[Tensor, "n D"]:
+def embed(model: Any, batches: Counted[Batch], *, label: str = "") -> Float[Tensor, "n D"]:
     """Embeddings of all texts, float32 on the CPU; the model runs in its own dtype and mode.
 
     Args:
@@ -51,7 +51,7 @@ def embed(model: Any, batches: Collection[Batch], *, label: str = "") -> Float[T
 
 @torch.no_grad()
 def compare_embeddings(
-    teacher: Any, student: Any, batches: Collection[Batch], *, label: str = ""
+    teacher: Any, student: Any, batches: Counted[Batch], *, label: str = ""
 ) -> dict[str, float]:
     """Compare two encoders on the same texts; judge at the full length the student is meant for.
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
+from typing import Protocol, TypeVar
 
 from lln.study.train.config import TrainConfig
 from lln.study.train.progress import shown
 
 T = TypeVar("T")
+Item = TypeVar("Item", covariant=True)
 
 
-def watched(items: Collection[T], label: str = "") -> Iterator[T]:
+class Counted(Protocol[Item]):
+    """Items of which it is known how many there are."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Item]: ...
+
+
+def watched(items: Counted[T], label: str = "") -> Iterator[T]:
     """Yield the items, and show under ``label`` how many are done; nothing without a label."""
     if not label or not len(items):
         yield from items
