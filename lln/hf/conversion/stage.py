@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 Row = dict[str, Any]
@@ -69,6 +67,8 @@ class Stage:
         self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
     ) -> tuple[int, list[Row]]:
         """The step to go on at and the rows so far; 0 and none if nothing was written."""
+        from safetensors import safe_open
+
         if not self.path.exists():
             return 0, []
         with safe_open(self.path, framework="pt") as file:
@@ -105,6 +105,8 @@ class Stage:
         early = not last and (not self.every or step % self.every)
         if early or (processes() > 1 and dist.get_rank()):
             return
+        from safetensors.torch import save_file
+
         tensors: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
             tensors[name] = parameter.detach().cpu().contiguous()
