@@ -140,7 +140,8 @@ _TABLE = (
         memory="N d",
         options={**_LLN_DIAG, "diag_block": 128, "method": "entropy", "mix": "joint"},
         source="ours: one normaliser for both branches",
-        note="causal needs statistics='running' or 'fixed'",
+        note="causal needs statistics='running' or 'fixed'; feature_map='hedgehog', 't2r' or 'elu' "
+        "for the far keys, as in LoLCATs",
     ),
     Mechanism(
         "block_diag",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lln import zoo
-from lln.hf.cores import calibration_of
+from lln.hf.cores import calibration_of, quantities
 from lln.hf.replace import record, replacements_of
 from lln.moments import MomentFit
 from lln.nn.levels import mean_key
@@ -82,13 +82,6 @@ class Average:
             core.level.stored.calibrate_("gamma", mean[None])
         else:
             core.statistics.store_variances_(mean)
-            core.calibrated.fill_(True)
-
-
-def _quantities(core: Any) -> list[str]:
-    """What is measured for a core, in the order in which one follows from the other."""
-    before = ["center"] if core.center is not None and core.causal else []
-    return [*before, "variances", *(["level"] if core.level is not None else [])]
 
 
 @torch.no_grad()
@@ -103,6 +96,7 @@ def calibrate(
 
     Eq. (10) of arXiv:2311.13541 with σ_q², σ_k² averaged over all valid tokens of all batches.
     γ of ``mix="joint"`` and the stored mean of ``center_keys`` take a pass over the batches each.
+    Feature maps that set their own scale ("hedgehog", "t2r", "elu") keep α = β = 1.
 
     Args:
         batches: Arguments of the model by name, ``{"input_ids": ids, "attention_mask": mask}``.
@@ -139,12 +133,12 @@ def calibrate(
             if method is not None:
                 _set_method(core, method)
         model.eval()
-        quantities = {id(core): _quantities(core) for core in stored}
-        passes = [q for q in ORDER if any(q in known for known in quantities.values())]
+        wanted = {id(core): quantities(core) for core in stored}
+        passes = [q for q in ORDER if any(q in known for known in wanted.values())]
         if len(passes) > 1:
             batches = list(batches)
         for quantity in passes:
-            measured = [core for core in stored if quantity in quantities[id(core)]]
+            measured = [core for core in stored if quantity in wanted[id(core)]]
             for core in measured:
                 core.calibration.average = Average(quantity, stay_softmax=activations == "softmax")
             for batch in batches:
@@ -155,6 +149,8 @@ def calibrate(
             for core in measured:
                 core.calibration.average.store(core)
                 core.calibration.average = None
+        for core in stored:
+            core.calibrated.fill_(True)
     except BaseException:
         for core, matching in zip(stored, previous, strict=True):
             core.statistics.matching = matching

@@ -15,6 +15,7 @@ from lln.hf.masks import starts_late
 from lln.hf.padding import from_first_token
 from lln.mechanisms import Mechanism
 from lln.nn import LLNAttention
+from lln.nn.statistics import UnitScales
 from lln.ops.arguments import autocast
 from lln.protocols import AttentionCore
 
@@ -54,15 +55,26 @@ class Calibration:
         """Raise unless α and β were given, measured, or are about to be learned from batches."""
         if self._known or (self.kind == "running" and core.training):
             return
-        batches = getattr(core.statistics, "batches", None)
+        stored = (core.statistics, *(part.stored for part in (core.level, core.center) if part))
+        batches = next((part.batches for part in stored if hasattr(part, "batches")), 0)
         # Read once: looking at a tensor waits for a GPU.
-        self._known = bool(core.calibrated) or bool(batches is not None and batches > 0)
+        self._known = bool(core.calibrated) or bool(batches > 0)
         if not self._known:
             raise ValueError(
                 f"{self.place.name} has no calibrated alpha and beta (statistics={self.kind!r}); "
                 "call lln.hf.calibrate(model, batches) once after lln.hf.replace, or give "
                 "alpha= and beta= there"
             )
+
+
+def quantities(core: LLNAttention) -> list[str]:
+    """What is measured for a core, in the order in which one follows from the other.
+
+    The mean of the keys, the variances behind α and β, and γ.
+    """
+    before = ["center"] if core.center is not None and core.causal else []
+    matched = [] if isinstance(core.statistics, UnitScales) else ["variances"]
+    return [*before, *matched, *(["level"] if core.level is not None else [])]
 
 
 def calibration_of(core: nn.Module | None) -> Calibration | None:
@@ -185,7 +197,7 @@ def _build_measuring(attention: str, place: Place, options: dict[str, Any]) -> L
         num_kv_heads=place.num_kv_heads,
         **{**zoo.describe(attention).options, **options, **told},
     )
-    given = kind == "sample" or options.get("alpha") is not None
+    given = kind == "sample" or options.get("alpha") is not None or not quantities(core)
     core.register_buffer("calibrated", torch.tensor(given))
     core.calibration = Calibration(place, kind, given=given)
     return core

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lln.moments import MomentFit
 from lln.nn.draw import Draw, keep_mask, kept_diagonals
-from lln.nn.feature_maps import FeatureMap, check_feature_map
+from lln.nn.feature_maps import LOG_FEATURES, FeatureMap, check_feature_map
 from lln.nn.levels import KeyCenter, Level
 from lln.nn.statistics import CAUSAL_NEEDS_STORED_STATISTICS, Matching, choose_statistics
 from lln.ops.arguments import autocast, check_mask, check_qkv, hide
@@ -71,7 +71,9 @@ class LLNAttention(nn.Module):
             "all".
         feature_map, slots: What LLN's features are made of: "identity" (q and k, D slots), "signs"
             (2 D), "rotations" (multiples of D) or "learned" maps (any number, 2 D by default), see
-            :class:`lln.nn.feature_maps.FeatureMap`. The softmax branch keeps q and k.
+            :class:`lln.nn.feature_maps.FeatureMap`. The softmax branch keeps q and k. The features
+            of other papers, "hedgehog" (2 D), "t2r" (any) and "elu" (D), set their own scale:
+            α = β = 1, nothing is matched, and ``statistics`` says where γ comes from.
         center_keys: Subtract the mean of the valid keys in both branches: softmax does not see such
             a shift, LLN does. Causal attention takes the stored mean of earlier batches.
         conv: Width of a convolution of the values over neighbouring tokens that is added to the
@@ -79,7 +81,7 @@ class LLNAttention(nn.Module):
             Nyströmformer has it. Odd, with equally many neighbours on both sides; causal attention
             looks at the token and at conv − 1 before it. Self-attention only.
         learn_scale: Multiply α by exp(log_alpha_h) and β by exp(log_beta_h), and add gamma_shift_h
-            to γ, all learned from zero.
+            to γ, all learned from zero; maps with a scale of their own learn the last alone.
         dropout: Probability of dropping an entry of the slot weights A and of the block
             probabilities while training; kept entries are divided by 1 − dropout.
         diag_dropout: Probability, per sample and while training, of leaving the diagonal branch
@@ -145,6 +147,7 @@ class LLNAttention(nn.Module):
         self.conv = conv
         self.dropout = dropout
         self.diag_dropout = diag_dropout
+        self.learn_scale = learn_scale
         self.slots = check_feature_map(feature_map, slots, head_dim)
         self.impl = impl
         self._check_arguments()
@@ -185,8 +188,14 @@ class LLNAttention(nn.Module):
 
         self.mix_logit = learned(num_heads, wanted=mix == "learned")
         self.conv_weight = learned(self.num_kv_heads, conv, wanted=conv > 0)
-        self.log_alpha = learned(num_heads, wanted=learn_scale)
-        self.log_beta = learned(self.num_kv_heads, wanted=learn_scale)
+        matched = feature_map not in LOG_FEATURES
+        if learn_scale and not matched and self.level is None:
+            raise ValueError(
+                f"learn_scale=True has nothing to learn: feature_map={feature_map!r} sets its own "
+                "scale; give mix='joint', whose gamma is learned, or leave it out"
+            )
+        self.log_alpha = learned(num_heads, wanted=learn_scale and matched)
+        self.log_beta = learned(self.num_kv_heads, wanted=learn_scale and matched)
         self.reset_parameters()
 
     @property
@@ -488,7 +497,7 @@ class LLNAttention(nn.Module):
             "center_keys": (self.center is not None, False),
             "mix": (self.mix, "average"),
             "conv": (self.conv, 0),
-            "learn_scale": (self.log_alpha is not None, False),
+            "learn_scale": (self.learn_scale, False),
             "dropout": (self.dropout, 0.0),
             "diag_dropout": (self.diag_dropout, 0.0),
             "scale": (self.scale, self.head_dim**-0.5),

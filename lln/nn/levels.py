@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lln.moments.levels import match_level
+from lln.nn.feature_maps import LOG_FEATURES, mean_feature
 from lln.nn.statistics import Statistics
 from lln.nn.stored import Stored, mean_of_finite, per_head
 from lln.ops.arguments import hide
@@ -60,15 +61,19 @@ class Level(nn.Module):
     def _first(self, statistics: Statistics) -> Float[Tensor, " H"]:
         """γ for Gaussian q and k with σ = 1, up to what many slots even out.
 
-        E ln K⁻¹ Σ_jl exp(α q_l + β k_jl) = ln S + (α² + β²)/2.
+        E ln K⁻¹ Σ_jl exp(α q_l + β k_jl) = ln S + (α² + β²)/2, and ln S (E φ)² for whole features.
         """
+        heads = self.matching.num_heads
+        exact = self.scale**2 * self.matching.head_dim / 2 - math.log(self.matching.slots)
+        if self.matching.feature_map in LOG_FEATURES:
+            mean = mean_feature(self.matching.feature_map, self.matching.head_dim)
+            return torch.tensor(exact - 2 * math.log(mean), device="cpu").expand(heads)
         given = getattr(statistics, "first", None)  # of constants; on no device nothing is known
         if given is None or any(x.is_meta for x in given):
             given = self.matching.scales(torch.ones(3, self.matching.num_kv_heads, device="cpu"))
         alpha, beta = given
         beta = beta.repeat_interleave(len(alpha) // len(beta))
-        exact = self.scale**2 * self.matching.head_dim / 2
-        return exact - math.log(self.matching.slots) - (alpha.square() + beta.square()) / 2
+        return exact - (alpha.square() + beta.square()) / 2
 
     def reset_parameters(self) -> None:
         """Start again."""

@@ -20,7 +20,7 @@ from lln import moments
 from lln.moments.calibration import check_target, match_heads
 from lln.moments.slots import slot_factor
 from lln.nn import averages
-from lln.nn.feature_maps import FAMILY
+from lln.nn.feature_maps import FAMILY, LOG_FEATURES
 from lln.nn.stored import keeping_precision
 
 KINDS = ("sample", "running", "fixed")
@@ -335,6 +335,19 @@ class FixedScales(Statistics):
         self.beta.copy_(beta)
 
 
+class UnitScales(FixedScales):
+    """α = β = 1: of feature maps that set their own scale nothing is matched."""
+
+    def __init__(self, matching: Matching, *, device=None) -> None:
+        super().__init__(matching, alpha=1.0, beta=1.0, device=device)
+
+    def calibrate_(self, q, k, *, key_mask=None, query_mask=None):
+        pass
+
+    def store_variances_(self, variances: Tensor) -> None:
+        pass
+
+
 def _per_head(name: str, value: float | Sequence[float] | Tensor, heads: int) -> Tensor:
     """A float32 tensor ``[heads]``, checked."""
     given = value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
@@ -375,6 +388,15 @@ def choose_statistics(
         raise ValueError(
             f"momentum={momentum} is not in (0, 1]; None keeps the mean of all batches"
         )
+    if matching.feature_map in LOG_FEATURES:
+        given = {"alpha": alpha is not None, "beta": beta is not None}
+        given["sharpness"] = matching.sharpness != 1
+        for name in [name for name, set_ in given.items() if set_]:
+            raise ValueError(
+                f"{name}= has no meaning for feature_map={matching.feature_map!r}, which sets its "
+                "own scale (alpha = beta = 1); leave it out"
+            )
+        return UnitScales(matching, device=device)
     if kind == "fixed":
         return FixedScales(matching, alpha=alpha, beta=beta, device=device)
     if alpha is not None or beta is not None:

@@ -115,6 +115,8 @@ def test_a_prompt_may_be_read_in_pieces(name, chunk):
         *({"mix": "joint", "learn_scale": True}, {"mix": "joint", "far": "all"}),
         {"mix": "joint", "feature_map": "learned", "slots": 24, "center_keys": True, "sinks": 1},
         {"feature_map": "signs", "center_keys": True, "sharpness": 0.6, "diag_overlap": 9},
+        *({"mix": "joint", "feature_map": "hedgehog"}, {"feature_map": "elu"}),
+        {"mix": "joint", "feature_map": "t2r", "center_keys": True, "learn_scale": True},
     ],
     ids=str,
 )

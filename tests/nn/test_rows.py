@@ -17,6 +17,7 @@ CASES = {
     "joint": {**JOINT, "diag_overlap": 4, "sinks": 2},
     "all": {**JOINT, "far": "all"},
     "maps": {**JOINT, "feature_map": "learned", "slots": 12, "center_keys": True},
+    **{kind: {**JOINT, "feature_map": kind} for kind in ("hedgehog", "t2r", "elu")},
 }
 
 

@@ -21,6 +21,7 @@ from lln.hf.conversion.stage import Row, Stage, broadcast
 from lln.hf.conversion.transfer import cores_of, transfer
 from lln.hf.positions import owner_of
 from lln.hf.replace import Replacement, attention_modules, replace
+from lln.nn.feature_maps import LOG_FEATURES
 
 Batch = Mapping[str, Any]
 EVERY = 50  # updates between two writes of a stage
@@ -141,7 +142,9 @@ def convert(
             f"transfer_steps={transfer_steps}, recover_steps={recover_steps} must not be negative, "
             f"and calibration={calibration} at least 1"
         )
-    chosen = {**usual_options(model), **(options or {})} if attention == "lln_nearfar" else options
+    chosen = options
+    if attention == "lln_nearfar":
+        chosen = {**usual_options(model, (options or {}).get("feature_map")), **(options or {})}
     teacher = copy_teacher(model) if recover_steps else None
     held = list(Cycle(batches, len(batches) - 4, 4) if held_out is None else held_out)
     stages: list[Row] = []
@@ -186,12 +189,20 @@ def convert(
     return done
 
 
-def usual_options(model: PreTrainedModel) -> dict[str, Any]:
-    """Options of near/far attention for a model: ``ENCODER`` or ``DECODER``, 64 slots or 2 D."""
+def usual_options(model: PreTrainedModel, feature_map: str | None = None) -> dict[str, Any]:
+    """Options of near/far attention for a model: ``ENCODER`` or ``DECODER``, 64 slots or 2 D.
+
+    Maps of other papers have no ``sharpness``, and of them only "t2r" any number of slots.
+    """
     path, module = next(iter(attention_modules(model).items()))
     causal = cores.is_causal(module, owner_of(model, path))
     width = cores.place_of(module, path).head_dim
-    return {**(DECODER if causal else ENCODER), "slots": max(64, 2 * width)}
+    usual = {**(DECODER if causal else ENCODER), "slots": max(64, 2 * width)}
+    if feature_map in LOG_FEATURES:
+        del usual["sharpness"]
+    if feature_map not in (None, "learned", "t2r"):
+        del usual["slots"]
+    return usual
 
 
 def layer_errors(model: nn.Module, batches: Sequence[Batch]) -> dict[int, float]:

@@ -130,6 +130,39 @@ def test_other_mechanisms_convert_too():
     assert done.errors["transfer"][0] < done.errors["calibrate"][0]
 
 
+@pytest.mark.parametrize("kind", ["hedgehog", "t2r", "elu"])
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_maps_of_other_papers_convert_too(kind, family):
+    model = loud(family, "AutoModel" if family == "bert" else None)
+    options = {"feature_map": kind, "diag_block": 8, "diag_overlap": 0}
+    done = lln.hf.convert(
+        model, batches(), options=options, calibration=2, transfer_steps=20, recover_steps=0
+    )
+    errors = done.errors
+    assert all(errors["transfer"][n] < errors["calibrate"][n] for n in (0, 1))
+    for core in (x for x in model.modules() if isinstance(x, lln.nn.LLNAttention)):
+        assert all(scale.eq(1).all() for scale in core.scales())
+        start = lln.nn.LLNAttention(4, 8, mix="joint", statistics="fixed", **options)
+        assert not torch.allclose(core.level.stored.value, start.level.stored.value, atol=1e-3)
+        assert family == "bert" or core.center.stored.value.abs().max() > 0
+
+
+def test_maps_of_other_papers_are_calibrated_where_there_is_a_level():
+    ids, options = text(2, 20), {"diag_block": 8, "feature_map": "elu", "quiet": True}
+    joint, apart = make("llama"), make("llama")
+    lln.hf.replace(joint, "lln_nearfar", **options)
+    with pytest.raises(ValueError, match=r"call lln\.hf\.calibrate"):
+        joint(ids)
+    lln.hf.calibrate(joint, [{"input_ids": ids}])
+    assert joint(ids).logits.isfinite().all()
+    lln.hf.replace(apart, "lln_diag", **options)
+    assert apart(ids).logits.isfinite().all()
+    running = make("llama")
+    lln.hf.replace(running, "lln_nearfar", statistics="running", **options)
+    running.train()(ids)
+    assert running.eval()(ids).logits.isfinite().all()
+
+
 def test_options_follow_the_model():
     assert usual_options(make("bert"))["slots"] == 64
     decoder = usual_options(make("llama"))
