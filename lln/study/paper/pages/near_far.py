@@ -110,6 +110,47 @@ def screen(results: Path) -> str:
     return f"{markdown_table(names, lines)}\n\n{words}"
 
 
+def longer(results: Path) -> str:
+    """Losses of long pre-trainings: the best of the screen beside softmax and today's setting."""
+    folder = results / "near_far" / "long"
+    new = read(folder, "mlm") if folder.exists() else []
+    if not new:
+        return NOTHING_YET
+    size = _size(new[0])
+    rows = [*new, *(row for row in read(results, "mlm") if _size(row) == size)]
+    losses: dict[tuple[str, str], dict[int, list[float]]] = {}
+    for row in rows:
+        given = dict(row["configuration"]["options"])
+        conv = given.pop("conv", 0)
+        if row["mechanism"] == "softmax" or given.get("mix") == "learned":
+            form = _form(row["mechanism"], {"diag_block": 64, **given})
+            losses.setdefault(form, {}).setdefault(conv, []).append(row["loss"])
+    convs = sorted({conv for found in losses.values() for conv in found})
+    lines = [
+        [form, reach, *(_mean(found.get(conv)) for conv in convs)]
+        for (form, reach), found in sorted(losses.items(), key=lambda entry: _order(entry[0]))
+    ]
+    names = ["branches", "near keys", *(f"conv {conv}" if conv else "no conv" for conv in convs)]
+    words = (
+        f"Loss on held-out text after {new[0]['tokens'] / 1e6:.0f}M tokens, the same models; one "
+        f"seed unless a number of seeds is given. ({origin_text(rows)})"
+    )
+    return f"{markdown_table(names, lines)}\n\n{words}"
+
+
+def _size(row: Row) -> tuple[Any, ...]:
+    """What two pre-trainings must share to be compared."""
+    given = row["configuration"]
+    return tuple(given.get(name) for name in ("recipe", "steps", "length", "batch_size", "width"))
+
+
+def _mean(losses: Sequence[float] | None) -> str:
+    if not losses:
+        return "–"
+    mean = f"{sum(losses) / len(losses):.2f}"
+    return mean if len(losses) == 1 else f"{mean} ({len(losses)} seeds)"
+
+
 def first_level(results: Path) -> str:
     """The losses of the runs whose level came from mean and variance of the scores."""
     folder = results / "near_far" / "first_level"
@@ -145,5 +186,6 @@ BLOCKS: Blocks = {
     "near_far_matrices": matrices,
     "near_far_slots": slots,
     "near_far_screen": screen,
+    "near_far_long": longer,
     "near_far_first_level": first_level,
 }
