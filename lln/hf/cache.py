@@ -14,6 +14,7 @@ from lln.functional import prefill
 from lln.hf.cores import attend, calibration_of
 from lln.hf.open_block import OpenBlock
 from lln.hf.open_window import OpenWindow
+from lln.hf.softmax import kept_keys, put_softmax, softmax_heads_of
 from lln.nn import LLNAttention
 from lln.ops.arguments import hide
 from lln.ops.convolution import convolve_next, last_values
@@ -26,7 +27,8 @@ class StateLayer(CacheLayerMixin):
     """A cache layer of O(D E) per head, whatever the length.
 
     LLN+Diag adds one block of K and V, with what overlaps it and sinks, and a convolution of K taps
-    the last K − 1 values. Under one normaliser the state holds the keys that left the window.
+    the last K − 1 values. Under one normaliser the state holds the keys that left the window. Heads
+    that keep softmax need all their keys and values, which grow beside it.
 
     transformers updates a cache before it attends, and only the attention knows the queries. So
     ``update`` marks the keys it hands on, and the attention call that gets them reads the state and
@@ -48,6 +50,7 @@ class StateLayer(CacheLayerMixin):
         self.block: OpenBlock | None = None
         self.window: OpenWindow | None = None
         self.last: Tensor | None = None
+        self.kept: _Kept | None = None
         self._unread = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -107,12 +110,20 @@ class StateLayer(CacheLayerMixin):
                 "them already; generate with past_key_values=DynamicCache(config=model.config), "
                 "which keeps all keys"
             )
-        key_mask = None if key_mask is None else key_mask[:, -k.shape[2] :]
+        whole, key_mask = key_mask, None if key_mask is None else key_mask[:, -k.shape[2] :]
+        heads = softmax_heads_of(core)
+        kept = _Kept.of(heads, k, v, core.num_heads) if heads else None
         if self.state is None:
             out = attend(core, q, k, v, key_mask=key_mask, is_causal=True)
         else:
+            kept = _Kept.join(self.kept, kept)
             out = self._continue(core, q, k, v, key_mask)
+            if kept is not None:
+                group = core.num_heads // core.num_kv_heads
+                options = {"group": group, "key_mask": whole, "is_causal": True}
+                out = put_softmax(out, heads, q, kept.k, kept.v, **options)
         self._remember(core, k, v, key_mask)
+        self.kept = kept
         self._unread = False
         return out
 
@@ -212,7 +223,7 @@ class StateLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Go back to the start of a stream."""
         self.tokens, self.state, self.block, self.last = 0, None, None, None
-        self.window = None
+        self.window = self.kept = None
         self._keys = self.values = None
         self._unread = False
 
@@ -252,8 +263,36 @@ class StateLayer(CacheLayerMixin):
             self.window = self.window.map(change)
         if self.last is not None:
             self.last = change(self.last)
+        if self.kept is not None:
+            self.kept = _Kept(self.kept.heads, change(self.kept.k), change(self.kept.v))
         if self._keys is not None and self.values is not None:
             self._keys, self.values = change(self._keys), change(self.values)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """All keys and values so far that the heads with softmax see."""
+
+    heads: tuple[int, ...]
+    k: Tensor
+    v: Tensor
+
+    @staticmethod
+    def of(heads: tuple[int, ...], k: Tensor, v: Tensor, num_heads: int) -> _Kept:
+        return _Kept(heads, kept_keys(k, heads, num_heads), kept_keys(v, heads, num_heads))
+
+    @staticmethod
+    def join(past: _Kept | None, new: _Kept | None) -> _Kept | None:
+        """Both together; the heads must be the same all along."""
+        before, now = (() if x is None else x.heads for x in (past, new))
+        if before != now:
+            raise ValueError(
+                f"heads {list(now)} keep softmax, but this cache was begun with {list(before)}; "
+                "start with a new cache"
+            )
+        if past is None or new is None:
+            return None
+        return _Kept(now, torch.cat([past.k, new.k], 2), torch.cat([past.v, new.v], 2))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lln import zoo
 from lln.hf.masks import starts_late
 from lln.hf.padding import from_first_token
+from lln.hf.softmax import kept_keys, put_softmax, softmax_heads_of
 from lln.mechanisms import Mechanism
 from lln.nn import LLNAttention
 from lln.nn.statistics import UnitScales
@@ -93,13 +94,22 @@ def attend(
     is_cross: bool = False,
     dropout: float = 0.0,
 ) -> Float[Tensor, "B H N E"]:
-    """Return the output of a core, independent of how a sample is padded."""
+    """Return the output of a core, independent of how a sample is padded.
+
+    Heads that keep softmax (``core.softmax_heads``) answer with it.
+    """
     q, k, v = autocast(q, k, v)
+    heads = softmax_heads_of(core)
 
     def plain(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         query_mask = None if is_cross or key_mask is None else key_mask[:, -q.shape[2] :]
-        return core.attend_in_model(
-            q, k, v, key_mask, query_mask, is_causal=is_causal, dropout=dropout
+        options = {"is_causal": is_causal, "dropout": dropout}
+        out = core.attend_in_model(q, k, v, key_mask, query_mask, **options)
+        if not heads:
+            return out
+        seen = (kept_keys(x, heads, q.shape[1]) for x in (k, v))
+        return put_softmax(
+            out, heads, q, *seen, group=q.shape[1] // k.shape[1], key_mask=key_mask, **options
         )
 
     if key_mask is not None and core.positions_matter and not is_cross and starts_late(key_mask):

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -18,6 +17,7 @@ from lln.hf.conversion.lessons import Call
 from lln.hf.cores import Calibration, calibration_of
 from lln.hf.masks import Visible, linear_mask, mixed_mask, one_row, read_mask
 from lln.hf.positions import RELATIVE, check_positions
+from lln.hf.softmax import pair_mask, softmax_attention
 
 MIXED = "lln_mixed"  # models in which some layers keep softmax attention
 # Arguments of an attention call that change what softmax computes, and that linear attention has no
@@ -302,33 +302,6 @@ def _softmax(
         **others,
     )
     return out, None
-
-
-def softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, is_causal: bool, scale: float
-) -> Tensor:
-    """The attention that LLN stands in for."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    mask = pair_mask(q, k, key_mask, is_causal=is_causal)
-    top_left = is_causal and mask is None
-    return nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=top_left and q.shape[2] > 1, scale=scale
-    )
-
-
-def pair_mask(q: Tensor, k: Tensor, key_mask: Tensor | None, *, is_causal: bool) -> Tensor | None:
-    """bool ``[B or 1, 1, N, M]``, or None where torch's ``is_causal`` says it all.
-
-    A query that sees nothing sees everything instead: it is padding, and must only stay finite.
-    """
-    queries, keys = q.shape[2], k.shape[2]
-    seen = None if key_mask is None else key_mask[:, None, None, :].expand(-1, 1, queries, -1)
-    if is_causal and queries > 1 and (seen is not None or queries != keys):
-        triangle = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
-        triangle = triangle.tril(keys - queries)[None, None]
-        seen = triangle if seen is None else seen & triangle
-    return None if seen is None else seen | ~seen.any(-1, keepdim=True)
 
 
 def _follows(core: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,6 +53,7 @@ class Replacement:
 
     Attributes:
         layers: Numbers of the attention layers that were changed.
+        softmax_heads: Heads of these layers that keep softmax.
         parameters_before, parameters_after: Of the whole model.
     """
 
@@ -65,6 +66,7 @@ class Replacement:
     parameters_after: int = 0
     originals: dict[str, nn.Module] = dataclasses.field(default_factory=dict, repr=False)
     active: bool = True
+    softmax_heads: dict[int, list[int]] = dataclasses.field(default_factory=dict)
 
     def __call__(self) -> None:
         """Undo: the layers attend as before, bit for bit; a second call does nothing."""
@@ -90,8 +92,40 @@ class Replacement:
             if original._modules.pop("lln", None) is None:
                 self.model.set_submodule(places[number], original)
             self.layers.remove(number)
+            self.softmax_heads.pop(number, None)
         self.parameters_after = sum(x.numel() for x in self.model.parameters())
         _announce(self.model)
+
+    def keep_softmax_heads(self, heads: Mapping[int, Iterable[int]]) -> None:
+        """Let single heads of replaced layers answer with softmax; the others stay as they are.
+
+        Generation then keeps the keys and values of these heads beside the state.
+
+        Args:
+            heads: Numbers of the heads that keep softmax, by layer; an empty list takes it back.
+        """
+        places, paths = attention_modules(self.model), list(attention_modules(self.model))
+        chosen: dict[int, tuple[Any, list[int]]] = {}
+        for number, wanted in heads.items():
+            if not self.active or number not in self.layers:
+                raise ValueError(f"layer {number} is not replaced; replaced are {self.layers}")
+            layer = places[paths[number]]
+            core = layer._modules.get("lln")
+            if core is None:
+                raise ValueError(
+                    f"layer {number} makes its own queries and keys for {self.attention!r}, which "
+                    "softmax cannot take over; keep whole layers with keep_softmax"
+                )
+            found, count = sorted(set(wanted)), cores.place_of(layer, paths[number]).num_heads
+            if found and not 0 <= found[0] <= found[-1] < count:
+                raise ValueError(f"layer {number} has heads 0 to {count - 1}, not {found}")
+            chosen[number] = core, found
+        for number, (core, found) in chosen.items():
+            core.softmax_heads = tuple(found)
+            self.softmax_heads.pop(number, None)
+            if found:
+                self.softmax_heads[number] = found
+        record(self.model)
 
     def __str__(self) -> str:
         return (
@@ -303,10 +337,17 @@ def record(model: Any) -> None:
             "layers": done.layers,
             "max_length": done.max_length,
             "options": to_json(done.options),
+            **_kept_in_json(done),
         }
         for done in replacements
     ]
     config.attn_implementation = LOAD_WITH
+
+
+def _kept_in_json(done: Replacement) -> dict[str, Any]:
+    """The heads that keep softmax, by layer; nothing where there is none, as in older folders."""
+    heads = {str(number): found for number, found in sorted(done.softmax_heads.items())}
+    return {"softmax_heads": heads} if heads else {}
 
 
 def to_json(options: dict[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def load(
         self.__class__ = model_class
         with torch.device("cpu"):  # transformers constructs on no device, where nothing is computed
             for record in records:
-                replace(
+                done = replace(
                     self,
                     record["attention"],
                     layers=record["layers"],
@@ -64,6 +64,8 @@ def load(
                     quiet=True,
                     **from_json(record["options"]),
                 )
+                kept = record.get("softmax_heads", {})
+                done.keep_softmax_heads({int(number): heads for number, heads in kept.items()})
         # α and β in half precision are off by up to 0.4 %.
         self._keep_in_fp32_modules_strict = {
             *(self._keep_in_fp32_modules_strict or ()),

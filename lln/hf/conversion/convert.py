@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from lln.hf import cores
 from lln.hf.calibrate import calibrate
-from lln.hf.conversion.keep import choose_kept
+from lln.hf.conversion.keep import Heads, choose_kept, choose_kept_heads
 from lln.hf.conversion.recover import copy_teacher, recover
-from lln.hf.conversion.stage import Row, Stage, broadcast
+from lln.hf.conversion.stage import Row, Stage, agreed, broadcast
 from lln.hf.conversion.transfer import cores_of, transfer
 from lln.hf.positions import owner_of
 from lln.hf.replace import Replacement, attention_modules, replace
@@ -51,8 +51,12 @@ class Conversion:
         replacement: Its undo.
         options: Those of the attention.
         kept: Numbers of the layers that keep softmax.
+        kept_heads: Heads of the other layers that keep softmax, by layer.
         errors: ‖core − softmax‖ / ‖softmax‖ of each layer's attention on held-out batches, given
-            the teacher's activations: after "calibrate" and after "transfer".
+            the teacher's activations: after "calibrate", after "transfer", and after "keep" where
+            single heads keep softmax.
+        head_errors: ‖core_h − softmax_h‖² / ‖softmax‖² of the heads of each layer, before any keeps
+            softmax; they add up to the square of the layer's error.
         stages: A row per stage: its name, its seconds, and what ``measure`` returned.
         curves: Rows of "transfer" and "recover".
     """
@@ -61,7 +65,9 @@ class Conversion:
     replacement: Replacement
     options: dict[str, Any]
     kept: list[int] = field(default_factory=list)
+    kept_heads: Heads = field(default_factory=dict)
     errors: dict[str, dict[int, float]] = field(default_factory=dict)
+    head_errors: dict[int, list[float]] = field(default_factory=dict)
     stages: list[Row] = field(default_factory=list)
     curves: dict[str, list[Row]] = field(default_factory=dict)
 
@@ -91,6 +97,7 @@ def convert(
     transfer_steps: int = 300,
     transfer_options: Mapping[str, Any] | None = None,
     keep: int | str | Sequence[int] = 0,
+    keep_heads: int | str | Mapping[int, Sequence[int]] = 0,
     budget: float = 1.25,
     length: int = 4096,
     recover_steps: int = 100,
@@ -103,7 +110,7 @@ def convert(
     """Give a trained softmax model linear attention that answers as softmax did.
 
     Stages: :func:`lln.hf.replace`, :func:`lln.hf.calibrate` on the first batches,
-    :func:`lln.hf.transfer` layer by layer, the choice of layers that keep softmax, and
+    :func:`lln.hf.transfer` layer by layer, the choice of layers and heads that keep softmax, and
     :func:`lln.hf.recover` of the whole model on a frozen copy of itself. Each can be called alone.
     The model is changed in place; ``conversion.model.save_pretrained(folder)`` and
     :func:`lln.hf.load` work as after ``replace``.
@@ -118,8 +125,11 @@ def convert(
         transfer_steps, transfer_options: Updates, and arguments of :func:`lln.hf.transfer`.
         keep: How many of the worst layers keep softmax, by their error; a list of layers; or
             "auto": as many as ``budget`` allows.
-        budget: For "auto": time of all attention at ``length`` tokens, kept layers included, in
-            units of that with none kept.
+        keep_heads: How many heads of the other layers keep softmax, those with the largest part in
+            the error of their layer; heads by layer, ``{3: [0, 7]}``; or "auto": as many as the
+            kept layers leave of ``budget``.
+        budget: For "auto": time of all attention at ``length`` tokens, what keeps softmax included,
+            in units of that with none kept.
         recover_steps, recover_options: Updates, and arguments of :func:`lln.hf.recover`; 0 leaves
             all weights but the new ones as they were.
         held_out: Batches whose error decides and is reported; the last four of ``batches``
@@ -155,7 +165,8 @@ def convert(
     if any(cores.calibration_of(core) is not None for core in model.modules()):
         calibrate(model, list(Cycle(batches, 0, calibration)))
     broadcast(model)
-    done.errors["calibrate"] = layer_errors(model, held)
+    done.head_errors = head_errors(model, held)
+    done.errors["calibrate"] = of_layers(done.head_errors)
     clock.done("calibrate")
     if transfer_steps:
         done.curves["transfer"] = transfer(
@@ -165,14 +176,24 @@ def convert(
             progress=_told(progress, "transfer", transfer_steps),
             **(transfer_options or {}),
         )
-        done.errors["transfer"] = layer_errors(model, held)
+        done.head_errors = head_errors(model, held)
+        done.errors["transfer"] = of_layers(done.head_errors)
         clock.done("transfer")
     last = done.errors.get("transfer", done.errors["calibrate"])
     places = list(attention_modules(model))
     numbered = {places.index(path): core for path, core in cores_of(model).items()}
-    done.kept = choose_kept(keep, last, numbered, length=length, budget=budget)
+    cost: dict[str, Any] = {"length": length, "budget": budget}
+    done.kept = agreed(choose_kept(keep, last, numbered, **cost))
+    if keep_heads:
+        done.kept_heads = agreed(
+            choose_kept_heads(keep_heads, done.head_errors, numbered, kept=done.kept, **cost)
+        )
     if done.kept:
         replacement.keep_softmax(done.kept)
+    if done.kept_heads:
+        replacement.keep_softmax_heads(done.kept_heads)
+        done.errors["keep"] = layer_errors(model, held)
+    if done.kept or done.kept_heads:
         clock.done("keep")
     if teacher is not None and replacement.active:
         extra = dict(recover_options or {})
@@ -207,11 +228,27 @@ def usual_options(model: PreTrainedModel, feature_map: str | None = None) -> dic
 
 def layer_errors(model: nn.Module, batches: Sequence[Batch]) -> dict[int, float]:
     """‖core − softmax‖ / ‖softmax‖ of every replaced layer, by its number; nothing learns."""
+    return of_layers(head_errors(model, batches))
+
+
+def head_errors(model: nn.Module, batches: Sequence[Batch]) -> dict[int, list[float]]:
+    """‖core_h − softmax_h‖² / ‖softmax‖² of the heads of every replaced layer, mean over batches.
+
+    This is the part of each head in the squared error of its layer.
+    """
     places = list(attention_modules(model))
-    sums: dict[int, list[float]] = {}
+    sums: dict[int, list[list[float]]] = {}
     for row in transfer(model, batches, learning_rate=0):
-        sums.setdefault(places.index(row["layer"]), []).append(row["error"])
-    return {number: (sum(found) / len(found)) ** 0.5 for number, found in sums.items()}
+        sums.setdefault(places.index(row["layer"]), []).append(row["heads"])
+    return {
+        number: [sum(head) / len(head) for head in zip(*found, strict=True)]
+        for number, found in sums.items()
+    }
+
+
+def of_layers(errors: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """The error of every layer from the parts of its heads."""
+    return {number: sum(heads) ** 0.5 for number, heads in errors.items()}
 
 
 class _Clock:

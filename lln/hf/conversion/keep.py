@@ -1,4 +1,4 @@
-"""Which layers keep softmax: those that linear attention serves worst, as far as time allows."""
+"""Which layers and heads keep softmax: those served worst otherwise, as far as time allows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lln.hf.register import softmax_attention
+from lln.hf.softmax import softmax_attention
 
 
 def worst_layers(errors: Mapping[int, float], count: int) -> list[int]:
@@ -42,9 +42,11 @@ def time_of_layer(core: Any, length: int, *, repeats: int = 3) -> tuple[float, f
     """Seconds of a core and of softmax on one input of a length, the least of some repeats."""
     like = next(itertools.chain(core.parameters(), core.buffers()), torch.zeros(()))
     device, dtype = like.device, like.dtype if like.is_floating_point() else torch.float32
+    heads = heads_of(core)
+    keys = getattr(core, "num_kv_heads", heads)
     q, k, v = (
-        torch.randn(1, heads, length, core.head_dim, device=device, dtype=dtype)
-        for heads in (core.num_heads, core.num_kv_heads, core.num_kv_heads)
+        torch.randn(1, count, length, core.key_dim, device=device, dtype=dtype)
+        for count in (heads, keys, keys)
     )
     causal = bool(core.causal)
     runs = (
@@ -93,3 +95,104 @@ def choose_kept(
     if unknown:
         raise ValueError(f"keep={list(keep)}: there is no replaced layer {unknown[0]}")
     return sorted(set(keep))
+
+
+def heads_of(core: Any) -> int:
+    """The number of query heads of a core."""
+    return core.num_heads if hasattr(core, "num_heads") else core.layer.num_heads
+
+
+Heads = dict[int, list[int]]
+
+
+def worst_heads(errors: Mapping[int, Sequence[float]], count: int) -> Heads:
+    """The heads with the largest part in the error of their layer, by layer.
+
+    Args:
+        errors: Of each layer ‖core_h − softmax_h‖² / ‖softmax‖² of its heads.
+    """
+    order = _worst_first(errors)
+    if not 0 <= count <= len(order):
+        raise ValueError(f"keep_heads={count} of {len(order)} heads: give 0 to {len(order)}")
+    return _by_layer(order[:count])
+
+
+def affordable_heads(
+    order: Sequence[tuple[int, int]],
+    seconds: Mapping[int, tuple[float, float]],
+    heads: Mapping[int, int],
+    *,
+    kept: Sequence[int],
+    budget: float,
+) -> int:
+    """How many heads may keep softmax: attention takes at most ``budget`` × that of none kept.
+
+    A head costs its share of its layer's softmax; linear attention goes on in all heads.
+
+    Args:
+        order: Layer and number of the heads, worst first.
+        seconds: Of each layer: with linear attention, and with softmax.
+        heads: Of each layer, their number.
+        kept: Layers that keep softmax as a whole, which is paid first.
+    """
+    if budget < 1:
+        raise ValueError(f"budget={budget} is less than no kept head takes; give 1 or more")
+    linear = sum(ours for ours, _ in seconds.values())
+    total = linear + sum(seconds[number][1] - seconds[number][0] for number in kept)
+    count = 0
+    for number, _ in order:
+        total += seconds[number][1] / heads[number]
+        if total > budget * linear:
+            break
+        count += 1
+    return count
+
+
+def choose_kept_heads(
+    keep_heads: int | str | Mapping[int, Sequence[int]],
+    errors: Mapping[int, Sequence[float]],
+    cores: Mapping[int, Any],
+    *,
+    kept: Sequence[int],
+    length: int,
+    budget: float,
+) -> Heads:
+    """Read ``keep_heads``: a number of the worst heads, "auto", or the heads of each layer."""
+    free = {number: found for number, found in errors.items() if number not in kept}
+    if isinstance(keep_heads, str):
+        if keep_heads != "auto":
+            raise ValueError(
+                f'keep_heads={keep_heads!r} is unknown; give a number, heads by layer or "auto"'
+            )
+        seconds = {number: time_of_layer(core, length) for number, core in cores.items()}
+        sizes = {number: heads_of(core) for number, core in cores.items()}
+        order = _worst_first(free)
+        return worst_heads(free, affordable_heads(order, seconds, sizes, kept=kept, budget=budget))
+    if isinstance(keep_heads, int):
+        return worst_heads(free, keep_heads)
+    for number, heads in keep_heads.items():
+        if number not in free:
+            raise ValueError(
+                f"keep_heads={dict(keep_heads)}: layer {number} is not replaced, or keeps softmax "
+                "as a whole"
+            )
+        wrong = [head for head in heads if not 0 <= head < len(free[number])]
+        if wrong:
+            raise ValueError(
+                f"keep_heads={dict(keep_heads)}: layer {number} has {len(free[number])} heads, "
+                f"not {wrong[0]}"
+            )
+    return _by_layer([(number, head) for number, heads in keep_heads.items() for head in heads])
+
+
+def _worst_first(errors: Mapping[int, Sequence[float]]) -> list[tuple[int, int]]:
+    """Layer and number of all heads."""
+    places = [(number, head) for number, found in errors.items() for head in range(len(found))]
+    return sorted(places, key=lambda place: -errors[place[0]][place[1]])
+
+
+def _by_layer(places: Sequence[tuple[int, int]]) -> Heads:
+    found: Heads = {}
+    for number, head in sorted(set(places)):
+        found.setdefault(number, []).append(head)
+    return found

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lln.hf.softmax import softmax_heads_of
 from lln.moments.rows import fields_of_rows, spaced_rows, take_rows
 from lln.nn import LLNAttention
 from lln.nn.rows import row_weights
@@ -45,7 +46,8 @@ class Lesson:
         rows: Queries of each sample that are compared; 0 for all, without ``weights``.
         weights: Factor of the divergence of the attention weights, KL(softmax ‖ core).
         learn: Whether gradients are computed.
-        errors: ‖core − softmax‖² / ‖softmax‖² of every call.
+        errors: ‖core_h − softmax_h‖² / ‖softmax‖² of every call, a number per head; they add up to
+            the error of the layer.
     """
 
     rows: int = 0
@@ -61,26 +63,32 @@ class Lesson:
                 error, loss = self._of_rows(core, call)
             else:
                 given = answer(*(x.detach() for x in (call.q, call.k, call.v)))
-                error = loss = relative_error(given, call.wanted, call.query_mask)
+                error = relative_error(given, call.wanted, call.query_mask)
+                loss = error.sum()
             if self.learn:
                 loss.backward()
         self.errors.append(error.detach())
 
     def _of_rows(self, core: LLNAttention, call: Call) -> tuple[Tensor, Tensor]:
         """The error at chosen rows, and the loss: error per head beside its variance, and KL."""
+        heads = softmax_heads_of(core)
         q, k, v = (x.detach().float() for x in (call.q, call.k, call.v))
         masks = {"key_mask": call.key_mask, "query_mask": call.query_mask}
         index = spaced_rows(q.shape[2], self.rows, call.query_mask, q.device, self.generator)
         draw = core.draw(q, k, **masks, is_causal=call.is_causal, dropout=0.0)
         p = row_weights(core, q, k, index, draw)
+        goal = softmax_rows(q, k, index, call) if self.weights or heads else None
+        if heads and goal is not None:  # they answer with softmax, and have nothing to learn
+            kept = torch.tensor([head in heads for head in range(q.shape[1])], device=q.device)
+            p = torch.where(kept[:, None, None], goal, p)
         v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
         given, wanted = p @ v, take_rows(call.wanted.detach().float(), index)
         error = relative_error(given, wanted, None)
         variance = wanted.var(dim=(0, 2), correction=0).sum(-1)
         variance = variance.clamp(min=LEAST_VARIANCE * variance.mean())
         loss = ((given - wanted).square().sum(-1).mean(dim=(0, 2)) / variance).mean()
-        if self.weights:
-            loss = loss + self.weights * divergence(p, softmax_rows(q, k, index, call))
+        if self.weights and goal is not None:
+            loss = loss + self.weights * divergence(p, goal)
         return error, loss
 
 
@@ -88,13 +96,13 @@ def relative_error(
     given: Float[Tensor, "B H N E"],
     wanted: Float[Tensor, "B H N E"],
     query_mask: Bool[Tensor, "B N"] | None,
-) -> Tensor:
-    """‖given − wanted‖² / ‖wanted‖² at real queries."""
+) -> Float[Tensor, " H"]:
+    """‖given_h − wanted_h‖² / ‖wanted‖² of every head at real queries; they add up to the whole."""
     given, wanted = given.float(), wanted.detach().float()
     if query_mask is not None:
         real = query_mask[:, None, :, None]
         given, wanted = given * real, wanted * real
-    return (given - wanted).square().sum() / wanted.square().sum().clamp(min=1e-12)
+    return (given - wanted).square().sum((0, 2, 3)) / wanted.square().sum().clamp(min=1e-12)
 
 
 @torch.no_grad()

@@ -52,6 +52,15 @@ def broadcast(model: nn.Module) -> None:
             dist.broadcast(tensor.detach(), 0)
 
 
+def agreed(value: Any) -> Any:
+    """What the first process found, in all of them: their batches and clocks differ."""
+    if processes() == 1:
+        return value
+    found = [value]
+    dist.broadcast_object_list(found, 0)
+    return found[0]
+
+
 class Stage:
     """Progress of one stage on disk: what has been learned, the optimiser's memory, the rows.
 

@@ -53,7 +53,8 @@ def transfer(
 
     Returns:
         A row per batch and layer: ``step``, ``layer``, ``error`` = ‖core − softmax‖² / ‖softmax‖²
-        before the update of that batch. Mode, other weights and their gradients are left alone;
+        before the update of that batch; with ``learning_rate=0`` also ``heads``, the part of each
+        head in it (they add up). Mode, other weights and their gradients are left alone;
         after an error the cores are as before.
 
     Example:
@@ -99,7 +100,7 @@ def transfer(
                 for group in optimizer.param_groups:
                     group["lr"] = rate
                 optimizer.step()
-            found += _read(lessons, step - 1)
+            found += _read(lessons, step - 1, by_head=not learn)
             if progress is not None:
                 last = [row["error"] for row in found[-len(cores) :]]
                 progress(step, sum(last) / len(last))
@@ -158,12 +159,15 @@ def cores_of(model: nn.Module) -> dict[str, nn.Module]:
     return {path: core for path, core in found.items() if core is not None}
 
 
-def _read(lessons: Mapping[str, Lesson], step: int) -> list[Row]:
+def _read(lessons: Mapping[str, Lesson], step: int, *, by_head: bool) -> list[Row]:
     """The errors of one batch, a row per layer; a layer that was called twice gives their mean."""
     called = {path: lesson.errors for path, lesson in lessons.items() if lesson.errors}
     if not called:
         return []
-    errors = torch.stack([torch.stack(found).mean() for found in called.values()]).tolist()
+    parts = [torch.stack(found).mean(0) for found in called.values()]
+    flat = iter(torch.cat(parts).tolist())  # looking at a tensor waits for a GPU: once
+    heads = [list(itertools.islice(flat, len(part))) for part in parts]
+    errors = [sum(each) for each in heads]
     for path, error in zip(called, errors, strict=True):
         lessons[path].errors.clear()
         if not math.isfinite(error):
@@ -172,6 +176,6 @@ def _read(lessons: Mapping[str, Lesson], step: int) -> list[Row]:
                 "NaN in the model"
             )
     return [
-        {"step": step, "layer": path, "error": error}
-        for path, error in zip(called, errors, strict=True)
+        {"step": step, "layer": path, "error": error, **({"heads": each} if by_head else {})}
+        for path, error, each in zip(called, errors, heads, strict=True)
     ]
