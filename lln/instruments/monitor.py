@@ -211,7 +211,13 @@ class _Watch:
             "tokens": round(call.keys.sum(-1, dtype=torch.float32).mean().item()),
         }
         return [
-            {**place, "head": head, **about, **{name: each[head] for name, each in values.items()}}
+            {
+                **place,
+                "head": head,
+                **about,
+                "kernel": call.kernel_of(head),
+                **{name: each[head] for name, each in values.items()},
+            }
             for head in range(call.heads)
         ]
 
@@ -222,7 +228,8 @@ def _values(call: AttentionCall, measures: Sequence[str], rows: int) -> dict[str
     table: dict[str, Tensor] = {**call.measured(measures, rows=rows)}
     table |= {"sigma_q": sigma_q, "sigma_k": sigma_k}
     if call.alpha is not None and call.beta is not None:
-        table |= {"alpha": call.alpha, "beta": repeat_heads(call.beta, call.heads)}
+        scales = {"alpha": call.alpha, "beta": repeat_heads(call.beta, call.heads)}
+        table |= {name: call.without_kept(values) for name, values in scales.items()}
     share = call.lln_share()
     if share is not None:
         table |= {"lln_share": share, "diag_share": 1 - share}

@@ -100,6 +100,7 @@ class AttentionCall:
             where a query cannot see a key. Hb is H, or 1 for all heads alike.
         softcap: Scores s become softcap · tanh(s / softcap) before the bias.
         unreadable: Why the matrix cannot be known, or "".
+        kept: Heads that answer with softmax instead, and what they compare.
     """
 
     layer: int
@@ -116,6 +117,19 @@ class AttentionCall:
     beta: Float[Tensor, "S Hkv"] | None = None
     normalize_keys: bool = False
     branches: Branches | None = None
+    kept: tuple[tuple[int, ...], AttentionCall] | None = None
+
+    def kernel_of(self, head: int) -> str:
+        """The kernel that a head answers with."""
+        return "softmax" if self.kept is not None and head in self.kept[0] else self.kernel
+
+    def without_kept(self, values: Float[Tensor, "S H"]) -> Float[Tensor, "S H"]:
+        """What concerns linear attention: NaN in heads that answer with softmax."""
+        if self.kept is None:
+            return values
+        values = values.clone()
+        values[:, list(self.kept[0])] = math.nan
+        return values
 
     @property
     def heads(self) -> int:
@@ -159,6 +173,16 @@ class AttentionCall:
         to 96), measures without a spectrum are read off the matrices of many heads at once.
         Elsewhere :func:`~lln.instruments.measure` does it, with ``rows`` sampled rows.
         """
+        found = self._measured(measures, rows)
+        if self.kept is not None:
+            heads, softmax = self.kept
+            for name, values in softmax._measured(measures, rows).items():
+                found[name][:, list(heads)] = values.to(found[name])
+        return found
+
+    def _measured(
+        self, measures: Sequence[str], rows: int | None
+    ) -> dict[str, Float[Tensor, "S H"]]:
         if self.kernel not in MEASURABLE or self.unreadable:
             return {name: self.q.new_full(self.q.shape[:2], math.nan) for name in measures}
         tokens_taking_part(self.q, self.k, self.keys, self.tokens)  # explains what is not finite
@@ -237,6 +261,11 @@ class AttentionCall:
             scores = self._lln_weights(sample, heads, q, k).log()
         else:
             scores = q @ k.mT / math.sqrt(q.shape[-1])
+        if self.kept is not None:
+            numbers, softmax = self.kept
+            for place, head in enumerate(heads.tolist()):
+                if head in numbers:
+                    scores[place] = softmax._scores_of(sample, numbers.index(head)).to(scores)
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if self.bias is not None:
@@ -247,6 +276,12 @@ class AttentionCall:
             scores = scores.masked_fill(~triangle.tril(k.shape[1] - q.shape[1]), -torch.inf)
         seeing = (scores > -torch.inf).any(-1).all(0)
         return torch.softmax(scores[:, seeing], dim=-1).to(self.q.dtype)
+
+    def _scores_of(self, sample: int, head: int) -> Float[Tensor, "n m"]:
+        """Softmax's scores of one head over the queries and keys that count."""
+        q = self.q[sample, head][self.tokens[sample]]
+        k = repeat_heads(self.k[sample, None], self.heads)[0, head][self.keys[sample]]
+        return q @ k.mT / math.sqrt(q.shape[-1])
 
     def _lln_weights(self, sample: int, heads: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """A Bᵀ over all keys that count, in float64: two softmaxes, as the op computes them."""
@@ -302,7 +337,7 @@ class AttentionCall:
             **both.window, **options,
         )  # fmt: skip
         counted = self.tokens[:, None].to(share.dtype)
-        return (share * counted).sum(-1) / counted.sum(-1).clamp(min=1)
+        return self.without_kept((share * counted).sum(-1) / counted.sum(-1).clamp(min=1))
 
     def lln_share(self) -> Float[Tensor, "S H"] | None:
         r"""Share of the LLN branch in the output of LLN+Diag; None without a diagonal branch.
@@ -334,7 +369,7 @@ class AttentionCall:
         counted = self.tokens[:, None, :, None]
         norms = [(out * counted).norm(dim=(-2, -1)) for out in (linear, local)]
         linear_norm, local_norm = weight * norms[0], (1 - weight) * norms[1]
-        return linear_norm / (linear_norm + local_norm)
+        return self.without_kept(linear_norm / (linear_norm + local_norm))
 
 
 def readable(x: Tensor, samples: int) -> Tensor:

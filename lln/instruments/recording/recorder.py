@@ -12,6 +12,7 @@ Leaving the block restores all of them, after an exception too.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import sys
 import threading
@@ -104,6 +105,10 @@ class _Recorder:
         if q.dim() == 3:
             q, k = q[:, None], k[:, None]
             mask = mask[:, None] if isinstance(mask, Tensor) and mask.dim() == 3 else mask
+        heads = self._kept_heads()
+        if heads and q.shape[1] == len(heads) and kernel == "softmax":
+            self._keep(heads, q, k, scale)
+            return
         if q.dim() != 4 or q.is_nested or q.numel() == 0 or k.numel() == 0:
             return
         samples = min(self.samples, q.shape[0])
@@ -117,6 +122,28 @@ class _Recorder:
             scaled = scaled * (scale * q.shape[-1] ** 0.5)
         visibility = {name: getattr(seen, name) for name in MaskMeaning.__dataclass_fields__}
         self.add(kernel, scaled, readable(k, samples), **visibility, **options)
+
+    def _kept_heads(self) -> tuple[int, ...]:
+        """Heads of the module that attends which keep softmax beside a linear core."""
+        core = getattr(self.stack[-1], "lln", None) if self.stack else None
+        return getattr(core, "softmax_heads", ())
+
+    def _keep(self, heads: tuple[int, ...], q: Tensor, k: Tensor, scale: float | None) -> None:
+        """Add the heads that keep softmax to the linear call before, whose keys they see.
+
+        A core that is not ours was not recorded, and is not: its matrix is not known.
+        """
+        last = self.calls[-1] if self.calls else None
+        own = next((self.names[x] for x in reversed(self.stack) if x in self.names), "")
+        if last is None or last.module != own or last.alpha is None or last.kept is not None:
+            return
+        q = readable(q, self.samples)
+        q = q if scale is None else q * (scale * q.shape[-1] ** 0.5)
+        seen = {"key_mask": last.key_mask, "is_causal": last.is_causal}
+        softmax = AttentionCall(
+            last.layer, own, "softmax", q=q, k=readable(k, self.samples), **seen
+        )
+        self.calls[-1] = dataclasses.replace(last, kept=(heads, softmax))
 
     def lln(self, op: str, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
         """Record an op of this package; a diagonal branch computed apart joins its LLN branch."""

@@ -8,7 +8,15 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import lln.hf
 from lln.hf.conversion.convert import Cycle, usual_options
-from lln.hf.conversion.keep import affordable, choose_kept, time_of_layer, worst_layers
+from lln.hf.conversion.keep import (
+    affordable,
+    affordable_heads,
+    choose_kept,
+    choose_kept_heads,
+    time_of_layer,
+    worst_heads,
+    worst_layers,
+)
 from tests.hf.conversion.loud import loud
 from tests.hf.tiny import make, padded, text
 
@@ -69,6 +77,70 @@ def test_a_kept_layer_answers_as_before(tmp_path):
     torch.testing.assert_close(again(ids).logits, model(ids).logits)
     written = again.generate(ids, max_new_tokens=6, do_sample=False)
     assert written.equal(model.generate(ids, max_new_tokens=6, do_sample=False))
+
+
+def test_the_worst_heads_keep_softmax(tmp_path):
+    model, data = loud("llama"), batches()
+    done = lln.hf.convert(
+        model, data, options=SMALL, transfer_steps=6, recover_steps=2, keep_heads=3
+    )
+    assert sum(map(len, done.kept_heads.values())) == 3
+    parts = {(n, h): x for n, found in done.head_errors.items() for h, x in enumerate(found)}
+    worst = sorted(parts, key=parts.get)[-3:]
+    assert sorted(worst) == [(n, h) for n, found in done.kept_heads.items() for h in found]
+    for number, error in done.errors["transfer"].items():
+        left = [x for (n, h), x in parts.items() if n == number and (n, h) not in worst]
+        assert sum(x for (n, _), x in parts.items() if n == number) == pytest.approx(error**2)
+        assert done.errors["keep"][number] == pytest.approx(sum(left) ** 0.5, abs=1e-4)
+    stages = [row["stage"] for row in done.stages]
+    assert stages == ["softmax", "calibrate", "transfer", "keep", "recover"]
+    model.save_pretrained(tmp_path)
+    again = lln.hf.load(tmp_path, AutoModelForCausalLM).eval()
+    ids = text(2, 12)
+    torch.testing.assert_close(again(ids).logits, model(ids).logits)
+    written = again.generate(ids, max_new_tokens=6, do_sample=False)
+    assert written.equal(model.generate(ids, max_new_tokens=6, do_sample=False))
+
+
+def test_layers_and_heads_keep_softmax_together():
+    model, data = make("bert", head="AutoModel"), batches(3)
+    steps = {"transfer_steps": 2, "recover_steps": 0, "length": 64, "options": SMALL}
+    done = lln.hf.convert(model, data, **steps, keep=[0], keep_heads={1: [2, 1]})
+    assert done.kept == [0] and done.kept_heads == {1: [1, 2]}
+    assert done.replacement.layers == [1] and set(done.errors["keep"]) == {1}
+    every = lln.hf.convert(
+        make("bert", head="AutoModel"), data, **steps, keep_heads="auto", budget=1e6
+    )
+    assert every.kept_heads == {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]}
+    assert max(every.errors["keep"].values()) < 1e-3
+    zoo = lln.hf.convert(
+        make("bert", head="AutoModel"), data, attention="hedgehog", **{**steps, "options": None},
+        keep="auto", keep_heads="auto", budget=1.0,
+    )  # fmt: skip
+    assert zoo.kept_heads == {}
+
+
+def test_which_heads_keep_softmax():
+    errors = {0: [0.1, 0.4], 3: [0.2, 0.3]}
+    assert worst_heads(errors, 3) == {0: [1], 3: [0, 1]}
+    order, seconds = [(0, 1), (3, 1), (3, 0), (0, 0)], {0: (1.0, 4.0), 3: (1.0, 4.0)}
+    found = [
+        affordable_heads(order, seconds, {0: 2, 3: 2}, kept=[], budget=budget)
+        for budget in (1, 2, 3.5, 5)
+    ]
+    assert found == [0, 1, 2, 4]
+    assert affordable_heads(order[1:3], seconds, {0: 2, 3: 2}, kept=[0], budget=3.5) == 1
+    options = {"kept": [0], "length": 8, "budget": 1}
+    assert choose_kept_heads(1, errors, {}, **options) == {3: [1]}
+    assert choose_kept_heads({3: [1, 0, 1]}, errors, {}, **options) == {3: [0, 1]}
+    for wrong, match in (
+        (3, "keep_heads=3 of 2 heads"), ("most", "'most'"), ({0: [1]}, "layer 0 is not replaced"),
+        ({3: [2]}, "layer 3 has 2 heads, not 2"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=match):
+            choose_kept_heads(wrong, errors, {}, **options)
+    with pytest.raises(ValueError, match=r"budget=0\.5"):
+        affordable_heads(order, seconds, {0: 2, 3: 2}, kept=[], budget=0.5)
 
 
 def test_all_kept_is_the_model_of_before():
