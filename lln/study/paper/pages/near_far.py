@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +138,7 @@ def longer(results: Path) -> str:
     return f"{markdown_table(names, lines)}\n\n{words}"
 
 
-def _size(row: Row) -> tuple[Any, ...]:
+def _size(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What two pre-trainings must share to be compared."""
     given = row["configuration"]
     return tuple(given.get(name) for name in ("recipe", "steps", "length", "batch_size", "width"))
