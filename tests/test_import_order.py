@@ -45,8 +45,8 @@ STUDY: dict[str, set[str]] = {
         *("device", "hf", "instruments", "moments", "ops", "records"),
     },
     "study.conversion": {
-        *("study.bench", "study.data", "study.tasks", "study.train", "study.page", "study.plots"),
-        *("device", "hf", "instruments", "nn", "records"),
+        *("study.bench", "study.data", "study.inspect", "study.tasks", "study.train"),
+        *("study.page", "study.plots", "device", "hf", "instruments", "nn", "records"),
     },
     "study.paper.figures": {
         *("study.bench", "study.data", "study.page", "study.paper", "study.paper.tables"),

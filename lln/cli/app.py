@@ -15,11 +15,12 @@ except ImportError:
 
 from lln.cli.bench import bench_app, let_waiting_threads_sleep
 from lln.cli.classify import train_app
+from lln.cli.convert import convert
 from lln.cli.train import sweep
 
 # The order in which a user meets them.
 COMMANDS = [
-    *("demo", "list", "inspect", "train", "sweep"),
+    *("demo", "list", "inspect", "convert", "train", "sweep"),
     *("table", "figure", "report", "verify", "bench"),
 ]
 
@@ -41,6 +42,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
+app.command()(convert)
 app.command()(sweep)
 
 

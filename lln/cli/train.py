@@ -48,10 +48,13 @@ Every = Annotated[int | None, typer.Option(min=0, help="Steps; 0 = only at the e
 Seed = Annotated[int | None, typer.Option(help="Of weights, order, masking and dropout.")]
 
 
-def mechanism_options(pairs: list[str] | None) -> dict[str, Any]:
+def mechanism_options(pairs: list[str] | None, flag: str = "--option") -> dict[str, Any]:
     """``["diag_block=32", "method=entropy"]`` as a dictionary; values are JSON or words.
 
     "recommended" stands for all of :data:`lln.nn.RECOMMENDED`.
+
+    Args:
+        flag: Of the command line that they come from.
     """
     found = {}
     for pair in pairs or ():
@@ -63,7 +66,7 @@ def mechanism_options(pairs: list[str] | None) -> dict[str, Any]:
         key, sign, value = pair.partition("=")
         if not sign or not key:
             raise typer.BadParameter(
-                f"--option {pair!r} is not KEY=VALUE, such as diag_block=32, nor 'recommended'"
+                f"{flag} {pair!r} is not KEY=VALUE, such as diag_block=32, nor 'recommended'"
             )
         try:
             found[key] = json.loads(value)

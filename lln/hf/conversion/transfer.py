@@ -26,6 +26,7 @@ def transfer(
     rows: int = 64,
     weights: float = 0.3,
     seed: int = 0,
+    precision: torch.dtype | None = None,
     stage: Stage | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> list[Row]:
@@ -47,6 +48,8 @@ def transfer(
         rows: 0 compares all queries, and the outputs alone.
         weights: Factor of KL(softmax ‖ LLN) of the attention weights.
         seed: Of the choice of rows.
+        precision: ``torch.bfloat16`` computes the model under autocast; the comparison stays as it
+            is. None as it is.
         stage: Where progress is kept; the same call again goes on where it was killed. ``batches``
             then starts from the beginning: what was done is skipped.
         progress: Called after each batch with the number done and the mean error of the layers.
@@ -83,6 +86,7 @@ def transfer(
     optimizer = torch.optim.Adam(parameters or [torch.zeros(())], lr=0.0, betas=(0.9, 0.98))
     count = len(batches) if hasattr(batches, "__len__") else None  # type: ignore[arg-type]
     warmup = warmup if count is None else min(warmup, count // 10)
+    device = next(iter(model.parameters())).device.type
     generator = torch.Generator()
     options = {"rows": rows, "weights": weights} if learn else {}
     lessons = {path: Lesson(**options, learn=learn, generator=generator) for path in cores}
@@ -92,7 +96,7 @@ def transfer(
         for step, batch in enumerate(itertools.islice(batches, done, None), start=done + 1):
             optimizer.zero_grad()
             generator.manual_seed(seed * 1_000_003 + step)
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast(device, precision, enabled=precision is not None):
                 model(**batch)
             if learn:
                 average_gradients(parameters)

@@ -6,6 +6,7 @@ Weights come from safetensors files only: a pickle can run code when it is opene
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,8 +50,11 @@ class Inputs:
     words: str
 
 
-def load(folder: Path, *, seed: int = 0) -> Loaded:
+def load(folder: Path, *, seed: int = 0, auto_class: str = "AutoModel") -> Loaded:
     """Read a checkpoint, or make random weights where there is only a ``config.json``.
+
+    Args:
+        auto_class: Of transformers, such as "AutoModelForCausalLM".
 
     Raises:
         CannotInspect: No folder, no or a broken configuration, weights as pickles or unreadable.
@@ -60,10 +64,10 @@ def load(folder: Path, *, seed: int = 0) -> Loaded:
         raise CannotInspect(f"{folder} is not a folder; pass one that holds a config.json")
     _check_config(folder)
     local = {"local_files_only": True, "trust_remote_code": False}
-    with _quiet(transformers):
+    with quiet(transformers):
         config = _reading(folder, lambda: transformers.AutoConfig.from_pretrained(folder, **local))
         if any(folder.glob("*.safetensors")):
-            return _load_weights(transformers, folder, config, local)
+            return _load_weights(getattr(transformers, auto_class), folder, config, local)
         pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
         if pickles:
             raise CannotInspect(
@@ -73,16 +77,17 @@ def load(folder: Path, *, seed: int = 0) -> Loaded:
             )
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model = _reading(folder, lambda: transformers.AutoModel.from_config(config))
+            auto = getattr(transformers, auto_class)
+            model = _reading(folder, lambda: auto.from_config(config))
     return Loaded(model.eval(), config, f"random, seed {seed}: the folder has no weights")
 
 
-def _load_weights(transformers, folder: Path, config, local: dict[str, Any]) -> Loaded:
-    read: Any = transformers.AutoModel.from_pretrained
+def _load_weights(auto_class, folder: Path, config, local: dict[str, Any]) -> Loaded:
+    read: Any = auto_class.from_pretrained
     if getattr(config, "lln", None):  # saved after lln.hf.replace
         from lln import hf
 
-        read = hf.load
+        read = functools.partial(hf.load, auto_class=auto_class)
     model, report = _reading(
         folder,
         lambda: read(
@@ -139,15 +144,17 @@ def prepare(
     return Inputs(arguments, f"{count} of {ids.shape[1]} tokens, {words}")
 
 
-def _tokenized(folder: Path, text: str, tokens: int, sequences: int) -> tuple[Tensor, str]:
+def load_tokenizer(folder: Path) -> Any:
+    """Read the tokenizer of a folder."""
     transformers = _transformers()
-    with _quiet(transformers):
-        tokenizer = _reading(
-            folder,
-            lambda: transformers.AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            ),
-        )
+    local = {"local_files_only": True, "trust_remote_code": False}
+    with quiet(transformers):
+        return _reading(folder, lambda: transformers.AutoTokenizer.from_pretrained(folder, **local))
+
+
+def _tokenized(folder: Path, text: str, tokens: int, sequences: int) -> tuple[Tensor, str]:
+    tokenizer = load_tokenizer(folder)
+    with quiet(_transformers()):
         size = max(1, min(12 * tokens, len(text) // sequences))
         pieces = [text[size * n : size * (n + 1)] for n in range(sequences)]
 
@@ -221,7 +228,7 @@ def _transformers():
 
 
 @contextlib.contextmanager
-def _quiet(transformers) -> Iterator[None]:
+def quiet(transformers) -> Iterator[None]:
     """Silence the warnings and bars of the library inside the block: we say what matters."""
     logging = transformers.utils.logging
     kept, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

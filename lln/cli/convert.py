@@ -1,0 +1,105 @@
+"""``lln convert``: a trained softmax model made linear, judged beside what it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lln.cli.bench import let_waiting_threads_sleep
+from lln.cli.train import mechanism_options, plain_errors
+
+
+def convert(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL_FOLDER", help="A local Hugging Face model.")
+    ],
+    data: Annotated[Path, typer.Option(help="Text: a file, or a folder with files per split.")],
+    out: Annotated[Path, typer.Option(help="Folder of the converted model and its report.")],
+    length: Annotated[
+        int | None, typer.Option(min=8, help="Tokens; default 512, decoders 1,024.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of an update.")] = 2,
+    transfer_steps: Annotated[int, typer.Option(min=0, help="Updates, layer by layer.")] = 300,
+    recover_steps: Annotated[int, typer.Option(min=0, help="Updates of all weights.")] = 100,
+    keep: Annotated[str, typer.Option(help="Layers that keep softmax: 0, n, or auto.")] = "0",
+    budget: Annotated[
+        float, typer.Option(help="For auto: time of attention, in that with none kept.")
+    ] = 1.25,
+    attention: Annotated[str, typer.Option(help="A name of `lln list`.")] = "lln_nearfar",
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Option of the attention; repeat."),
+    ] = None,
+    require: Annotated[
+        float | None, typer.Option(help="Exit with 1 if it agrees less with the softmax model.")
+    ] = None,
+    held_out: Annotated[Path | None, typer.Option(help="File of text to be judged by.")] = None,
+    results: Annotated[Path | None, typer.Option(help="Folder that gets a result row.")] = None,
+    judge_articles: Annotated[int, typer.Option(min=1, help="Held-out articles.")] = 200,
+    cost_length: Annotated[
+        int | None, typer.Option(min=0, help="Most tokens that are timed; 0 = none.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default by machine.")] = None,
+    precision: Annotated[str, typer.Option(help="fp32, or bf16 for autocast.")] = "fp32",
+    seed: Annotated[int, typer.Option(help="Of the order of the text.")] = 0,
+) -> None:
+    """Give a trained softmax model linear attention that answers as softmax did.
+
+    Exchanges the attention, calibrates it, lets every layer learn what softmax answered there, then
+    all weights what the softmax model answers; judges on text it has not seen. --out gets model,
+    tokenizer, report.html and conversion.json. The same command again goes on after a kill.
+    --require compares the mean cosine of embeddings (encoders) or the perplexity of the softmax
+    model over that of the new one (decoders).
+    """
+    with plain_errors("lln convert"):
+        kept = _keep(keep)
+        let_waiting_threads_sleep()
+        from lln.study.conversion.run import Settings, convert_and_judge, met
+
+        settings = Settings(
+            model,
+            data,
+            out,
+            length=length,
+            batch_size=batch_size,
+            attention=attention,
+            options=mechanism_options(option, "--set"),
+            transfer_steps=transfer_steps,
+            recover_steps=recover_steps,
+            keep=kept,
+            budget=budget,
+            held_out=held_out,
+            judge_articles=judge_articles,
+            cost_length=cost_length,
+            results=results,
+            device=device,
+            precision=precision,
+            seed=seed,
+        )
+        found = convert_and_judge(settings, typer.echo)
+        _show(found, out)
+        if not met(found, require):
+            typer.echo(
+                f"the agreement with the softmax model is {found['agreement']}, less than "
+                f"--require {require}",
+                err=True,
+            )
+            raise typer.Exit(1)
+
+
+def _keep(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isdigit():
+        raise typer.BadParameter(f"--keep {text!r} is neither a number nor auto")
+    return int(text)
+
+
+def _show(found: dict[str, Any], out: Path) -> None:
+    from lln.cli.tables import show_tables
+    from lln.study.conversion.page import score_tables
+
+    show_tables(score_tables(found))
+    typer.echo(f"model {out}, report {out / 'report.html'}, numbers {out / 'conversion.json'}")

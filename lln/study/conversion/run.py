@@ -1,0 +1,373 @@
+"""``lln convert``: load, tell the cost, convert, judge, save with a report."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lln.hf
+from lln.hf.conversion.convert import Conversion
+from lln.records import files, machine
+from lln.records.rows import number
+from lln.study.conversion import page
+from lln.study.conversion.cost import decode_cost, forward_cost
+from lln.study.conversion.judge import Judge, judge_of
+from lln.study.conversion.subject import (
+    OnDevice,
+    Subject,
+    find_texts,
+    load_subject,
+    training_batches,
+)
+from lln.study.conversion.told import Told, duration
+from lln.study.conversion.unfinished import Unfinished
+from lln.study.inspect.model import quiet
+from lln.study.page import render
+from lln.study.train.runlog import append_row, thinned
+
+Row = dict[str, Any]
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
+CALIBRATION = 4  # batches from which α, β and γ are measured
+# Time of an update in forward passes of its batch, roughly: for what is told before the start.
+TRANSFER_PASSES, RECOVER_PASSES = 2.0, 5.0
+SHORTEST, LONGEST_ON_CPU, LONGEST_ON_GPU = 128, 4096, 32768  # tokens at which cost is measured
+CURVE_POINTS = 400
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ``lln convert`` was asked for.
+
+    Attributes:
+        model: Folder of a softmax model.
+        data: Text to learn from: a file, or a folder with files per split.
+        out: Folder of the converted model and its report.
+        length: Tokens of a sequence; default 512 for encoders, 1,024 for decoders.
+        options: Of the attention; they change single ones of :func:`lln.hf.convert`.
+        keep: How many layers keep softmax, or "auto" within ``budget``.
+        held_out: File of text to be judged by; default the files for validation, or the end.
+        judge_articles: Held-out articles that judge.
+        cost_length: Most tokens at which time and memory are measured; 0 for not at all.
+        results: Folder whose conversion.jsonl gets a row.
+    """
+
+    model: Path
+    data: Path
+    out: Path
+    length: int | None = None
+    batch_size: int = 2
+    attention: str = "lln_nearfar"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    transfer_steps: int = 300
+    recover_steps: int = 100
+    keep: int | str = 0
+    budget: float = 1.25
+    held_out: Path | None = None
+    judge_articles: int = 200
+    cost_length: int | None = None
+    results: Path | None = None
+    device: str | None = None
+    precision: str = "fp32"
+    seed: int = 0
+    transfer_options: Mapping[str, Any] = field(default_factory=dict)
+    recover_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def decisive(self) -> Row:
+        """Those that decide the weights and how they are judged, as JSON holds them."""
+        fields = dataclasses.asdict(self)
+        for name in ("out", "results", "cost_length", "device"):
+            del fields[name]
+        return json.loads(json.dumps(fields, default=str))
+
+
+def convert_and_judge(settings: Settings, say: Callable[[str], None] = print) -> Row:
+    """Convert a model, judge it beside its teacher, and save both findings and model.
+
+    The folder ``settings.out`` gets the model with its tokenizer, conversion.json (everything that
+    was measured) and report.html. It appears as a whole; until then progress lies in its folder
+    ``.progress``, and the same call goes on after a kill.
+
+    Args:
+        say: Prints a line.
+
+    Returns:
+        What conversion.json holds; ``agreement`` is 1 for a student as good as its teacher.
+
+    Raises:
+        ValueError: A setting, the model or the text cannot be used; the message says why.
+    """
+    started = time.perf_counter()
+    device = _device(settings)
+    subject = load_subject(settings.model, device)
+    texts = find_texts(settings.data, settings.held_out)
+    length = subject.length(settings.length)
+    unfinished = Unfinished(settings.out, settings.decisive())
+    with unfinished.held():
+        sizes = {"length": length, "batch_size": settings.batch_size}
+        judge = judge_of(subject, texts, **sizes, articles=settings.judge_articles)
+        updates = CALIBRATION + settings.transfer_steps + settings.recover_steps
+        batches = training_batches(subject, texts, **sizes, updates=updates, seed=settings.seed)
+        on_device = OnDevice(batches, device)
+        _tell(settings, subject, judge, on_device, length, unfinished.resumed, say)
+        done = _convert(settings, judge, on_device, subject, unfinished)
+        found = _findings(settings, subject, judge, done, unfinished)
+        found |= {"corpus": texts.corpus, "text": texts.words}
+        say("judging: branches alone, shares of heads, and what the teacher is asked too")
+        found |= judge.finish(done.model)
+        found |= _costs(settings, subject, judge, done.model, say)
+        found |= {"notes": judge.notes, **_origin(device)}
+        found["seconds"] = round(time.perf_counter() - started, 1)
+        found = _clean(found)
+        unfinished.publish(lambda folder: _write(folder, found, done.model, subject))
+    if settings.results is not None:
+        append_row(settings.results / "conversion.jsonl", row_of(found))
+    return found
+
+
+def _device(settings: Settings) -> str:
+    if settings.precision not in PRECISIONS:
+        raise ValueError(f"--precision {settings.precision} is unknown; choose fp32 or bf16")
+    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: torch finds no CUDA device here; choose cpu")
+    return device
+
+
+@torch.no_grad()
+def _tell(
+    settings: Settings,
+    subject: Subject,
+    judge: Judge,
+    batches: OnDevice,
+    length: int,
+    resumed: bool,
+    say: Callable[[str], None],
+) -> None:
+    """Say what will be done and how long it takes, by one timed forward pass."""
+    subject.model(**batches[0])
+    start = time.perf_counter()
+    subject.model(**batches[0])
+    if batches.device.startswith("cuda"):
+        torch.cuda.synchronize()
+    forward = time.perf_counter() - start
+    tokens = settings.batch_size * length
+    learning = forward * (
+        TRANSFER_PASSES * settings.transfer_steps + RECOVER_PASSES * settings.recover_steps
+    )
+    judging = forward * judge.tokens / tokens * 12
+    used = (CALIBRATION + settings.transfer_steps + settings.recover_steps) * settings.batch_size
+    again = len(batches.batches.sequences)
+    epochs = f", {used / again:.1f} times the text" if again < used else ""
+    say(
+        f"{subject.name} ({type(subject.model).__name__}, "
+        f"{subject.model.num_parameters():,} parameters): {settings.transfer_steps:,} updates of "
+        f"transfer and {settings.recover_steps:,} of recovery, {used * length:,} tokens{epochs}; "
+        f"about {duration(learning)} on this machine, and {duration(judging)} to judge"
+        + ("; goes on where it was interrupted" if resumed else "")
+    )
+    for note in judge.notes:
+        say(note)
+
+
+def _convert(
+    settings: Settings, judge: Judge, batches: OnDevice, subject: Subject, unfinished: Unfinished
+) -> Conversion:
+    told = Told()
+
+    def progress(stage: str, step: int, total: int, value: float) -> None:
+        unfinished.took(stage, step, total)
+        told(stage, step, total, value)
+
+    precision = PRECISIONS[settings.precision]
+    torch.manual_seed(settings.seed)
+    try:
+        return lln.hf.convert(
+            subject.model,
+            batches,
+            attention=settings.attention,
+            options=settings.options,
+            calibration=CALIBRATION,
+            transfer_steps=settings.transfer_steps,
+            transfer_options={
+                "seed": settings.seed,
+                "precision": precision,
+                **settings.transfer_options,
+            },
+            keep=settings.keep,
+            budget=settings.budget,
+            recover_steps=settings.recover_steps,
+            recover_options={"precision": precision, **settings.recover_options},
+            held_out=judge.held,
+            folder=unfinished.folder,
+            measure=unfinished.once(judge.measure),
+            progress=progress,
+        )
+    finally:
+        told.stop()
+
+
+def _findings(
+    settings: Settings, subject: Subject, judge: Judge, done: Conversion, unfinished: Unfinished
+) -> Row:
+    """What the conversion itself has told."""
+    stages = [{**row, "seconds": unfinished.seconds.get(row["stage"], row["seconds"])}
+              for row in done.stages]  # fmt: skip
+    if judge.kind == "decoder":
+        for row in stages:
+            row["teacher_perplexity"] = stages[0]["perplexity"]
+    length = subject.length(settings.length)
+    steps = CALIBRATION + settings.transfer_steps + settings.recover_steps
+    return {
+        "model": subject.name,
+        "auto_class": subject.auto_class,
+        "kind": judge.kind,
+        "attention": settings.attention,
+        "options": {k: v for k, v in done.options.items() if _is_json(v)},
+        "near_keys": near_keys(done.options, judge.kind == "decoder", length),
+        "layers": len(done.errors["calibrate"]),
+        "kept": done.kept,
+        "length": length,
+        "batch_size": settings.batch_size,
+        "transfer_steps": settings.transfer_steps,
+        "recover_steps": settings.recover_steps,
+        "tokens": steps * settings.batch_size * length,
+        "precision": settings.precision,
+        "seed": settings.seed,
+        "stages": stages,
+        "agreement": judge.agreement(stages[-1]),
+        "layer_errors": {
+            name: [found[layer] for layer in sorted(found)] for name, found in done.errors.items()
+        },
+        "curves": {name: curve(rows) for name, rows in done.curves.items()},
+        "settings": settings.decisive(),
+    }
+
+
+def near_keys(options: Mapping[str, Any], causal: bool, length: int) -> int | None:
+    """Most near keys of a query: block, overlaps and sinks; None for another attention."""
+    block = options.get("diag_block")
+    if block is None:
+        return None
+    overlap = options.get("diag_overlap", 0) * (1 if causal else 2)
+    return min(block + overlap + options.get("sinks", 0), length)
+
+
+def curve(rows: Iterable[Row]) -> list[Row]:
+    """Error or loss by update, a mean over layers, at most some hundred points."""
+    found: dict[int, list[float]] = {}
+    for row in rows:
+        found.setdefault(row["step"], []).append(row.get("error", row.get("loss")))
+    points = [{"step": step, "value": sum(values) / len(values)} for step, values in found.items()]
+    return thinned(points, CURVE_POINTS)
+
+
+def _costs(
+    settings: Settings, subject: Subject, judge: Judge, student: Any, say: Callable[[str], None]
+) -> Row:
+    """Time and memory of both against the number of tokens."""
+    usual = LONGEST_ON_GPU if student.device.type == "cuda" else LONGEST_ON_CPU
+    most = usual if settings.cost_length is None else settings.cost_length
+    if judge.kind == "decoder" and subject.table and subject.longest is not None:
+        most = min(most, subject.longest)
+    first = min(SHORTEST, most)
+    lengths = [first << power for power in range(32) if first and first << power <= most]
+    if not lengths:
+        return {"forward_cost": [], "decode_cost": []}
+    say(f"measuring time and memory at {lengths[0]:,} to {lengths[-1]:,} tokens")
+    found: Row = {
+        "forward_cost": forward_cost(judge.teacher, student, lengths, label="forward pass"),
+        "decode_cost": [],
+    }
+    if judge.kind == "decoder":
+        contexts = [max(1, each - 32) if each == most else each for each in lengths]
+        found["decode_cost"] = decode_cost(judge.teacher, student, contexts, label="decoding")
+    return found
+
+
+def _origin(device: str) -> Row:
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return {
+        **machine.facts(device),
+        "transformers": machine.version("transformers"),
+        "date": now.isoformat(timespec="seconds"),
+    }
+
+
+def _write(folder: Path, found: Row, model: Any, subject: Subject) -> None:
+    """Fill the folder of the result."""
+    import transformers
+
+    with quiet(transformers):
+        model.save_pretrained(folder)
+        subject.tokenizer.save_pretrained(folder)
+    files.write_text(folder / "conversion.json", json.dumps(found, indent=1, allow_nan=False))
+    files.write_text(folder / "report.html", render(page.build(found)))
+
+
+def row_of(found: Mapping[str, Any]) -> Row:
+    """A row of ``results/conversion.jsonl``: what was measured, without curves and texts."""
+    configuration = {**found["settings"], "options": found["options"], "length": found["length"]}
+    configuration |= {"model": found["model"], "data": found["corpus"]}  # wherever they lay
+    if configuration["held_out"]:
+        configuration["held_out"] = Path(configuration["held_out"]).name
+    seed = configuration.pop("seed")
+    text = json.dumps(configuration, sort_keys=True)
+    left_out = ("curves", "texts", "settings", "seed", "near_shares", "needles")
+    errors = {
+        f"layer_error_{name}": sum(values) / len(values)
+        for name, values in found["layer_errors"].items()
+    }
+    return {
+        "subject": "conversion",
+        "mechanism": found["attention"],
+        **{name: value for name, value in found.items() if name not in left_out},
+        **errors,
+        "near_share": _mean(row["near_share"] for row in found["near_shares"]),
+        "needles": found.get("needles", []),
+        "seed": seed,
+        "configuration": configuration,
+        "digest": hashlib.sha256(text.encode()).hexdigest()[:12],
+    }
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return sum(known) / len(known) if known else None
+
+
+def _clean(value: Any) -> Any:
+    """The same with None for NaN and infinity, which JSON does not know."""
+    if isinstance(value, Mapping):
+        return {str(key): _clean(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_clean(each) for each in value]
+    if isinstance(value, float):
+        return number(value)
+    return value
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return True
+
+
+def met(found: Mapping[str, Any], required: float | None) -> bool:
+    """Whether a conversion agrees with its teacher as well as ``--require`` wants."""
+    return required is None or (
+        found["agreement"] is not None
+        and math.isfinite(found["agreement"])
+        and found["agreement"] >= required
+    )

@@ -1,0 +1,111 @@
+"""A conversion that may be killed: what is kept of it, and a folder that appears as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lln.records import files
+from lln.records.rows import Row, RowFile, read_rows
+
+PROGRESS = ".progress"
+EVERY = 50  # updates between two writes of the seconds, as of the stages
+
+
+class Unfinished:
+    """Progress of a conversion in ``OUT/.progress``: settings, scores of stages, their seconds.
+
+    Args:
+        out: Folder of the converted model, not there yet or begun by the same settings.
+        settings: What decides the result.
+
+    Raises:
+        ValueError: ``out`` holds something else.
+    """
+
+    def __init__(self, out: Path, settings: Mapping[str, Any]) -> None:
+        self.out, self.folder = out, out / PROGRESS
+        kept = self.folder / "settings.json"
+        settings = json.loads(json.dumps(settings, default=str))
+        if out.exists() and not out.is_dir():
+            raise ValueError(f"--out {out} is a file; pass a folder that is not there yet")
+        others = (
+            [path.name for path in out.iterdir() if path != self.folder] if out.exists() else ()
+        )
+        if others:
+            raise ValueError(
+                f"--out {out} has files already, such as {min(others)}; pass a folder that is not "
+                "there yet, or remove it"
+            )
+        self.resumed = kept.exists()
+        if self.resumed:
+            _check_same(json.loads(kept.read_text(encoding="utf-8")), settings, out)
+        else:
+            files.write_text(kept, json.dumps(settings, indent=1))
+        scores, seconds = self.folder / "scores.jsonl", self.folder / "seconds.json"
+        self._scores: list[Row] = read_rows(scores) if scores.exists() else []
+        self.seconds: dict[str, float] = (
+            json.loads(seconds.read_text(encoding="utf-8")) if seconds.exists() else {}
+        )
+        self._calls, self._since = 0, time.perf_counter()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Let no other process convert into the same folder inside the block."""
+        try:
+            with files.held(self.folder / "lock"):
+                yield
+        except files.InUse as error:
+            raise ValueError(f"{self.out} is being written by {error}; wait for it") from None
+
+    def once(self, measure: Callable[[Any], Row]) -> Callable[[Any], Row]:
+        """Return ``measure`` whose n-th call is answered from disk if it was made before."""
+
+        def remembered(model: Any) -> Row:
+            self._calls += 1
+            if self._calls > len(self._scores):
+                self._scores.append(measure(model))
+                rows = RowFile(self.folder / "scores.jsonl")
+                rows.write(self._scores[-1:])
+                rows.close()
+            self._since = time.perf_counter()
+            return self._scores[self._calls - 1]
+
+        return remembered
+
+    def took(self, stage: str, step: int, total: int) -> None:
+        """Count the seconds of a stage; those of updates that are repeated after a kill do not."""
+        if step % EVERY == 0 or step == total:
+            now = time.perf_counter()
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._since
+            self._since = now
+            files.write_text(self.folder / "seconds.json", json.dumps(self.seconds))
+
+    def publish(self, write: Callable[[Path], None]) -> None:
+        """Write the result beside ``out`` and put it in its place at once; progress goes."""
+        part, old = (self.out.with_name(f".{self.out.name}.{word}") for word in ("part", "old"))
+        for rest in (part, old):
+            shutil.rmtree(rest, ignore_errors=True)
+        part.mkdir(parents=True)
+        try:
+            write(part)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        self.out.replace(old)
+        part.replace(self.out)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) -> None:
+    for name in now:
+        if before.get(name) != now[name]:
+            raise ValueError(
+                f"{out} has a conversion that was begun with {name}={before.get(name)}, not "
+                f"{now[name]}; go on with that, remove {out / PROGRESS}, or pass another --out"
+            )
