@@ -97,6 +97,7 @@ EXTRAS_AT_THE_TOP = {
     "cli/bench.py": {"typer"},
     "cli/train.py": {"typer"},
     "cli/classify.py": {"typer"},
+    "cli/convert.py": {"typer"},
     "study/bench/cpu.py": {"rich"},
     "study/bench/gpu.py": {"rich"},
     "study/bench/monitor.py": {"rich"},

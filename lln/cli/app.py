@@ -222,15 +222,17 @@ def verify() -> None:
 
 @app.command()
 def table(
-    number: Annotated[str, typer.Argument(help="Of the paper, 1 to 5; or pretraining.")],
+    number: Annotated[
+        str, typer.Argument(help="Of the paper, 1 to 5; or pretraining, conversion.")
+    ],
     results: Annotated[Path, typer.Option(help="Folder of the result rows.")] = Path("results"),
     as_json: Annotated[bool, typer.Option("--json", help="Records instead of a table.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="As in README.")] = False,
 ) -> None:
     """Show a table of the paper with our numbers.
 
-    From the rows that `lln sweep` and `lln train` wrote; several tables where they were measured at
-    several scales. Exits with 1 if there are no rows.
+    From the rows that `lln sweep`, `train` and `convert` wrote; several tables where they were
+    measured at several scales. Exits with 1 if there are no rows.
     """
     from lln.study.paper.tables import table as tables
 

@@ -13,12 +13,14 @@ from typer.testing import CliRunner
 
 import lln.hf
 from lln.cli import app as cli
+from lln.records.rows import read_rows
 from lln.study.conversion import needles, run, subject, unfinished
 from lln.study.conversion.run import Settings, convert_and_judge
+from tests.hf.conversion.loud import loud
 from tests.hf.tiny import make
 from tests.study.conversion.tiny_text import article, tokenizer_of
 
-BLOCK = ("--set", "diag_block=16", "--set", "slots=16")
+BLOCK = ("--set", "diag_block=16", "--set", "diag_overlap=0", "--set", "slots=16")
 SHORT = ("--length", "64", "--transfer-steps", "6", "--recover-steps", "2")
 QUICK = (*SHORT, *BLOCK, "--judge-articles", "6", "--cost-length", "0", "--device", "cpu")
 
@@ -33,7 +35,7 @@ def place(tmp_path_factory):
     }
     for family, tokenizer in tokenizers.items():
         head = "AutoModel" if family == "bert" else None
-        make(family, head=head).save_pretrained(root / family)
+        loud(family, head).save_pretrained(root / family)
         tokenizer.save_pretrained(root / family)
     lines = [json.dumps({"text": article(200, seed)}) + "\n" for seed in range(200)]
     (root / "words.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -123,7 +125,9 @@ def test_a_decoder_is_judged_by_its_tokens(converted):
     found = read(converted["llama"][0])
     first, last = found["stages"][0], found["stages"][-1]
     assert found["agreement"] == pytest.approx(first["perplexity"] / last["perplexity"])
-    assert found["near_keys"] == 64  # 16 + 128 before + 4, and no more than there are
+    assert found["near_keys"] == 16 + 4
+    assert run.near_keys({"diag_block": 16, "diag_overlap": 8, "sinks": 4}, True, 64) == 28
+    assert run.near_keys({"diag_block": 16, "diag_overlap": 8}, False, 64) == 32
     assert {row["model"] for row in found["needles"]} == {"teacher", "student"}
     assert set(found["loss_by_position"]) == {"teacher", "student"}
     assert len(found["texts"]) == 3
@@ -132,7 +136,7 @@ def test_a_decoder_is_judged_by_its_tokens(converted):
 
 
 def test_rows_of_both_become_tables(place, converted):
-    rows = [json.loads(line) for line in (place / "results" / "conversion.jsonl").open()]
+    rows = read_rows(place / "results" / "conversion.jsonl")
     assert [row["model"] for row in rows] == ["bert", "llama"]
     for row in rows:
         assert row["subject"] == "conversion" and row["mechanism"] == row["attention"]

@@ -24,6 +24,11 @@ TABLES: dict[str, tuple[str, str, str]] = {
         "two pre-trainings of one size",
         "lln sweep sweeps/tier_a.json",
     ),
+    "conversion": (
+        "lln.study.paper.tables.conversion",
+        "converted models",
+        "lln convert MODEL_FOLDER --data TEXT --out FOLDER --results results",
+    ),
 }
 WITH_CURVES = ("pretraining",)
 

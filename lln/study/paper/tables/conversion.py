@@ -1,0 +1,115 @@
+"""Conversions of trained softmax models: every stage beside the model that it began with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lln.study.page import Table
+from lln.study.paper.results import Row, grouped, origin, origin_text
+
+NOTES = {
+    "encoder": (
+        "Cosine of the embeddings of held-out articles to those of the softmax model, mean / 5th "
+        "percentile; halves: how often the first half of an article finds its second; near and far "
+        "alone: mean cosine with one branch.",
+        "STS-B: Spearman × 100 on dev, whose sentences mostly fit into one block.",
+    ),
+    "decoder": (
+        "Perplexity of held-out text, and how many times that of the softmax model it is; near and "
+        "far alone: perplexity with one branch.",
+    ),
+}
+# A softmax model with the same updates is itself: its loss is 0 from the start.
+CONTROL = (
+    "The converted model learns from the softmax model's answers alone, so softmax after the same "
+    "updates is the softmax model itself."
+)
+COLUMNS = ("attention", "near keys", "kept", "tokens")
+STAGES = ("calibrate", "transfer", "keep", "recover")
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """One for each model, text and length."""
+    found = [row for row in rows if row["subject"] == "conversion"]
+    return [_table(own) for own in grouped(found, _setting).values()]
+
+
+def _setting(row: Row) -> tuple[Any, ...]:
+    configuration = row["configuration"]
+    judged = (configuration["held_out"], configuration["judge_articles"])
+    return row["model"], row["kind"], row["length"], configuration["data"], *judged
+
+
+def _table(rows: list[Row]) -> Table:
+    first = rows[0]
+    encoder = first["kind"] == "encoder"
+    stages = [name for name in STAGES if any(_stage(row, name) for row in rows)]
+    if encoder:
+        columns = [*COLUMNS, *stages, "near alone", "far alone", "halves", "STS-B", "seconds"]
+        lines = [_softmax(first, columns), *(_line(row, stages, encoder) for row in rows)]
+    else:
+        columns = [*COLUMNS, "softmax", *stages, "÷ softmax", "near alone", "far alone", "seconds"]
+        lines = [_line(row, ["softmax", *stages], encoder) for row in rows]
+    last = first["stages"][-1]
+    judged = f"{last['texts']} held-out articles" if encoder else f"{last['tokens']:,} tokens"
+    title = (
+        f"{first['model']} converted on {first['configuration']['data']}, N = {first['length']:,}; "
+        f"judged by {judged}"
+    )
+    notes = [*NOTES[first["kind"]], CONTROL, origin_text(rows)]
+    return Table(columns, lines, title, notes, [_record(row) for row in rows])
+
+
+def _softmax(row: Row, columns: Sequence[str]) -> list[str]:
+    """The line of the encoder that was converted."""
+    known = {"attention": "softmax", "near keys": "all"}
+    known |= {"halves": _percent(row, "retrieval", "teacher")}
+    known |= {"STS-B": _percent(row, "sts", "teacher")}
+    return [known.get(name, "–") for name in columns]
+
+
+def _line(row: Row, stages: Sequence[str], encoder: bool) -> list[str]:
+    kept = f"{len(row['kept'])} of {row['layers']}" if row["kept"] else "none"
+    line = [_name(row), str(row["near_keys"] or "–"), kept, f"{row['tokens'] / 1e6:.2f}M"]
+    for name in stages:
+        stage = _stage(row, name)
+        line.append(_score(stage, encoder) if stage else "–")
+    if not encoder:
+        line.append(f"{1 / row['agreement']:.3f}×" if row["agreement"] else "–")
+    for branch in ("near", "far"):
+        own = row["branches"].get(branch)
+        line.append(_plain(own, encoder) if own else "–")
+    if encoder:
+        line += [_percent(row, name, "student") for name in ("retrieval", "sts")]
+    return [*line, f"{sum(stage['seconds'] for stage in row['stages']):,.0f}"]
+
+
+def _name(row: Row) -> str:
+    given = row["configuration"].get("options") or {}
+    words = [f"{name} {given[key]}" for key, name in (("slots", "slots"),) if key in given]
+    return f"{row['attention']} ({', '.join(words)})" if words else row["attention"]
+
+
+def _stage(row: Row, name: str) -> Mapping[str, Any] | None:
+    return next((stage for stage in row["stages"] if stage["stage"] == name), None)
+
+
+def _score(stage: Mapping[str, Any], encoder: bool) -> str:
+    if encoder:
+        return f"{stage['cosine_mean']:.4f} / {stage['cosine_p5']:.4f}"
+    return f"{stage['perplexity']:.2f}"
+
+
+def _plain(stage: Mapping[str, Any], encoder: bool) -> str:
+    return f"{stage['cosine_mean']:.4f}" if encoder else f"{stage['perplexity']:.2f}"
+
+
+def _percent(row: Row, name: str, who: str) -> str:
+    own = row.get(name)
+    return f"{100 * own[who]:.1f}" if own else "–"
+
+
+def _record(row: Row) -> dict[str, Any]:
+    left_out = ("forward_cost", "decode_cost", "needles", "notes", "subject")
+    return {**{name: row[name] for name in row if name not in left_out}, **origin([row])}
