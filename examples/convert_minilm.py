@@ -16,11 +16,12 @@ from lln.study.conversion.texts import encoder_batches
 def main(folder: str, text: str, steps: int = 200, length: int = 512) -> dict[str, float]:
     subject, texts = load_subject(Path(folder), "cpu"), find_texts(Path(text), None)
     sizes = {"length": length, "batch_size": 2}
-    batches = training_batches(subject, texts, **sizes, updates=steps + 4, seed=0)
+    lessons = training_batches(subject, texts, **sizes, updates=steps + 4, seed=0)
     teacher = load_subject(Path(folder), "cpu").model
     done = lln.hf.convert(
         subject.model,
-        OnDevice(batches, "cpu"),
+        OnDevice(lessons.batches, "cpu"),
+        held_out=OnDevice(lessons.apart, "cpu"),
         transfer_steps=steps,
         recover_steps=0,
         progress=lambda stage, step, total, error: print(f"{stage} {step}/{total}: {error:.3f}"),

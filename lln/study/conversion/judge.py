@@ -14,13 +14,12 @@ from lln.hf.conversion.recover import copy_teacher
 from lln.study.conversion import branches, decoders, encoders, needles
 from lln.study.conversion.shares import near_shares
 from lln.study.conversion.subject import Subject, Texts
-from lln.study.conversion.texts import Batches, decoder_batches, encoder_batches
+from lln.study.conversion.texts import Batches, encoder_batches
 from lln.study.data import glue
 
 Row = dict[str, Any]
 WINDOW = 2048  # tokens of perplexity and needles
 LONGEST_ON_GPU = 8192  # tokens of the loss by position
-ERROR_BATCHES = 4  # of held-out text, for the error of layers
 SHARE_BATCHES = 2
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 48, 48
 
@@ -65,8 +64,6 @@ class EncoderJudge:
         self.teacher = copy_teacher(subject.model)
         self.remembered = Remembered(self.teacher)
         self.judged = self._full_articles()
-        batches = itertools.islice(self.judged, ERROR_BATCHES)
-        self.held = [_on(batch, subject.model.device) for batch in batches]
 
     def _full_articles(self) -> Batches:
         options: dict[str, Any] = {"batch_size": self.batch_size, "limit": self.articles}
@@ -160,11 +157,6 @@ class DecoderJudge:
                 f"The held-out text has {len(self.ids)} tokens, less than a window of "
                 f"{self.window}: perplexity is uncertain, and positions end there."
             )
-        device = subject.model.device
-        batches = decoder_batches(
-            subject.tokenizer, texts.held(), length, batch_size=batch_size, limit=4 * batch_size
-        )
-        self.held = [_on(b, device) for b in itertools.islice(batches, ERROR_BATCHES)]
 
     @property
     def tokens(self) -> int:
@@ -188,7 +180,7 @@ class DecoderJudge:
         longest = min(most, len(self.ids))
         return {
             "branches": _alone(student, self.measure),
-            "near_shares": near_shares(student, self.held[:SHARE_BATCHES]),
+            "near_shares": near_shares(student, self._windows()),
             "loss_by_position": {
                 name: decoders.loss_by_position(
                     model, self.ids, length=longest, label=f"positions, {name}"
@@ -204,6 +196,12 @@ class DecoderJudge:
                 max_new_tokens=min(NEW_TOKENS, self.subject.at_most(4 * NEW_TOKENS) // 4),
             ),
         }
+
+    def _windows(self) -> list[dict[str, Tensor]]:
+        """The first windows of the text, as long as those that were learned from."""
+        length = min(self.length, len(self.ids))
+        count = min(SHARE_BATCHES, len(self.ids) // length)
+        return [{"input_ids": own[None]} for own in self.ids[: count * length].view(count, length)]
 
     def _needles(self, models: dict[str, Any], length: int, count: int) -> list[Row]:
         tokenizer = self.subject.tokenizer
@@ -261,7 +259,3 @@ def _has_sts() -> bool:
         return bool(glue.find("stsb"))
     except ValueError:  # LLN_DATA is not set, or has no such files
         return False
-
-
-def _on(batch: dict[str, Tensor], device: Any) -> dict[str, Tensor]:
-    return {name: x.to(device) for name, x in batch.items()}

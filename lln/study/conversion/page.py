@@ -164,7 +164,8 @@ def _layers(found: Found) -> list[Block]:
     count = max(len(curve.x) for curve in curves)
     ticks = list(range(0, count, -(-count // 16)))
     kept = ", ".join(map(str, found["kept"]))
-    note = "‖difference‖ / ‖softmax's‖ of the output of attention on held-out text."
+    note = "‖difference‖ / ‖softmax's‖ of the output of attention, on text that was neither "
+    note += "learned from nor judged by."
     note += f" Layers that keep softmax: {kept}." if kept else ""
     panel = Panel(
         "Error of every layer",

@@ -116,10 +116,10 @@ def convert_and_judge(settings: Settings, say: Callable[[str], None] = print) ->
         sizes = {"length": length, "batch_size": settings.batch_size}
         judge = judge_of(subject, texts, **sizes, articles=settings.judge_articles)
         updates = CALIBRATION + settings.transfer_steps + settings.recover_steps
-        batches = training_batches(subject, texts, **sizes, updates=updates, seed=settings.seed)
-        on_device = OnDevice(batches, device)
+        lessons = training_batches(subject, texts, **sizes, updates=updates, seed=settings.seed)
+        on_device, apart = (OnDevice(x, device) for x in (lessons.batches, lessons.apart))
         _tell(settings, subject, judge, on_device, length, unfinished.resumed, say)
-        done = _convert(settings, judge, on_device, subject, unfinished)
+        done = _convert(settings, judge, on_device, apart, subject, unfinished)
         found = _findings(settings, subject, judge, done, unfinished)
         found |= {"corpus": texts.corpus, "text": texts.words}
         say("judging: branches alone, shares of heads, and what the teacher is asked too")
@@ -180,7 +180,12 @@ def _tell(
 
 
 def _convert(
-    settings: Settings, judge: Judge, batches: OnDevice, subject: Subject, unfinished: Unfinished
+    settings: Settings,
+    judge: Judge,
+    batches: OnDevice,
+    apart: OnDevice,
+    subject: Subject,
+    unfinished: Unfinished,
 ) -> Conversion:
     told = Told()
 
@@ -207,7 +212,7 @@ def _convert(
             budget=settings.budget,
             recover_steps=settings.recover_steps,
             recover_options={"precision": precision, **settings.recover_options},
-            held_out=judge.held,
+            held_out=apart,
             folder=unfinished.folder,
             measure=unfinished.once(judge.measure),
             progress=progress,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ HEADS = {
     "LMHeadModel": "AutoModelForCausalLM",
     "Model": "AutoModel",
 }
+APART = 4  # batches for the error of layers
 USUAL_LENGTH = {"encoder": 512, "decoder": 1024}
 
 
@@ -198,15 +200,42 @@ def find_texts(data: Path, held_out: Path | None) -> Texts:
     return Texts(data, None, held_out, None, corpus.name)
 
 
+@dataclass(frozen=True)
+class Lessons:
+    """Text to learn from, and some more of it that is neither learned from nor judged by.
+
+    Attributes:
+        batches: Shuffled sequences.
+        apart: The sequences that followed, in order: on these layers are compared, and those that
+            keep softmax are chosen.
+    """
+
+    batches: Batches
+    apart: Batches
+
+
 def training_batches(
     subject: Subject, texts: Texts, *, length: int, batch_size: int, updates: int, seed: int
-) -> Batches:
-    """Batches of shuffled sequences, enough for so many updates if the text has them."""
-    options = {"batch_size": batch_size, "seed": seed, "limit": updates * batch_size}
+) -> Lessons:
+    """Sequences for so many updates, fewer if the text has fewer, and four batches apart."""
+    limit = (updates + APART) * batch_size
+    given = (subject.tokenizer, texts.learned(), length)
     if subject.kind == "decoder":
-        return decoder_batches(subject.tokenizer, texts.learned(), length, **options)
-    return encoder_batches(
-        subject.tokenizer, texts.learned(), length, every_piece=True, fill=0.5, **options
+        found = decoder_batches(*given, batch_size=batch_size, limit=limit)
+    else:
+        options = {"batch_size": batch_size, "limit": limit, "every_piece": True, "fill": 0.5}
+        found = encoder_batches(*given, **options)
+    count = len(found.sequences)
+    if count < 2:
+        raise ValueError(
+            f"{texts.train} fills one sequence of {length} tokens, and one more is needed to "
+            "measure errors; pass more text, or a smaller --length"
+        )
+    cut = count - min(APART * batch_size, count // 2)
+    learned, apart = found.sequences[:cut], found.sequences[cut:]
+    return Lessons(
+        dataclasses.replace(found, sequences=learned, seed=seed),
+        dataclasses.replace(found, sequences=apart),
     )
 
 

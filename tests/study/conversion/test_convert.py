@@ -244,6 +244,24 @@ def test_text_that_is_held_out_is_never_learned_from(place, tmp_path):
         subject.find_texts(tmp_path, tmp_path / "w_train.jsonl")
 
 
+@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize(("updates", "learned", "apart"), [(5, 10, 8), (10**4, None, 8)])
+def test_layers_are_compared_on_text_apart(place, family, updates, learned, apart):
+    own, texts = (
+        subject.load_subject(place / family, "cpu"),
+        subject.find_texts(place / "words.jsonl", None),
+    )
+    sizes = {"length": 64, "batch_size": 2, "seed": 0}
+    lessons = subject.training_batches(own, texts, **sizes, updates=updates)
+    seen, other = (
+        {x.tobytes() for x in part.sequences} for part in (lessons.batches, lessons.apart)
+    )
+    assert len(other) == apart and not seen & other
+    assert learned is None or len(seen) == learned
+    judged = " ".join(texts.held())
+    assert own.tokenizer.decode(lessons.apart.sequences[0][5:40]) not in judged
+
+
 def broken(place, tmp_path, kind: str):
     """A folder that cannot be converted."""
     folder = tmp_path / kind
