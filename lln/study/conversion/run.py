@@ -271,7 +271,7 @@ def curve(rows: Iterable[Row]) -> list[Row]:
     """Error or loss by update, a mean over layers, at most some hundred points."""
     found: dict[int, list[float]] = {}
     for row in rows:
-        found.setdefault(row["step"], []).append(row.get("error", row.get("loss")))
+        found.setdefault(row["step"], []).append(row["error"] if "error" in row else row["loss"])
     points = [{"step": step, "value": sum(values) / len(values)} for step, values in found.items()]
     return thinned(points, CURVE_POINTS)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from tests.hf.conversion.loud import loud
 from tests.hf.tiny import make
 from tests.study.conversion.tiny_text import article, tokenizer_of
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 BLOCK = ("--set", "diag_block=16", "--set", "diag_overlap=0", "--set", "slots=16")
 SHORT = ("--length", "64", "--transfer-steps", "6", "--recover-steps", "2")
 QUICK = (*SHORT, *BLOCK, "--judge-articles", "6", "--cost-length", "0", "--device", "cpu")
@@ -357,3 +360,10 @@ def test_roberta_counts_its_positions_from_behind_the_padding():
     assert subject._positions(make("roberta")) == (127, True)
     assert subject._positions(make("llama")) == (128, False)
     assert subject._positions(make("gpt2")) == (128, True)
+
+
+def test_the_example_converts(place, capsys):
+    main = runpy.run_path(str(EXAMPLES / "convert_minilm.py"))["main"]
+    scores = main(str(place / "bert"), str(place / "words.jsonl"), steps=3, length=64)
+    assert 0.5 < scores["cosine_mean"] <= 1
+    assert "layer 1: error" in capsys.readouterr().out
