@@ -238,7 +238,7 @@ def _findings(
         "kind": judge.kind,
         "attention": settings.attention,
         "options": {k: v for k, v in done.options.items() if _is_json(v)},
-        "near_keys": near_keys(done.options, judge.kind == "decoder", length),
+        "near_keys": near_keys(done.options, causal=judge.kind == "decoder"),
         "layers": len(done.errors["calibrate"]),
         "kept": done.kept,
         "length": length,
@@ -258,13 +258,13 @@ def _findings(
     }
 
 
-def near_keys(options: Mapping[str, Any], causal: bool, length: int) -> int | None:
+def near_keys(options: Mapping[str, Any], *, causal: bool) -> int | None:
     """Most near keys of a query: block, overlaps and sinks; None for another attention."""
     block = options.get("diag_block")
     if block is None:
         return None
     overlap = options.get("diag_overlap", 0) * (1 if causal else 2)
-    return min(block + overlap + options.get("sinks", 0), length)
+    return block + overlap + options.get("sinks", 0)
 
 
 def curve(rows: Iterable[Row]) -> list[Row]:

@@ -90,6 +90,19 @@ def test_other_mechanisms_learn_too():
     assert mean_error(rows, 9) < mean_error(rows, 0)
 
 
+def test_the_model_may_run_in_half_precision():
+    """Softmax's answers are then rounded, the comparison is not."""
+    found, seen = [], []
+    for precision in (None, torch.bfloat16):
+        model, ids = make("roberta"), text(3, 20)
+        lln.hf.replace(model, "lln_diag", quiet=True, **LEARNED)
+        model.register_forward_hook(lambda module, inputs, out: seen.append(out.logits.dtype))
+        rows = lln.hf.transfer(model, [{"input_ids": ids}] * 3, precision=precision)
+        found.append([row["error"] for row in rows])
+    assert seen == [torch.float32] * 3 + [torch.bfloat16] * 3
+    assert found[0] != found[1] and found[0] == pytest.approx(found[1], rel=0.1)
+
+
 def test_padding_teaches_nothing():
     ids = text(3, 20)
     found = []

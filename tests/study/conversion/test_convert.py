@@ -129,8 +129,8 @@ def test_a_decoder_is_judged_by_its_tokens(converted):
     first, last = found["stages"][0], found["stages"][-1]
     assert found["agreement"] == pytest.approx(first["perplexity"] / last["perplexity"])
     assert found["near_keys"] == 16 + 4
-    assert run.near_keys({"diag_block": 16, "diag_overlap": 8, "sinks": 4}, True, 64) == 28
-    assert run.near_keys({"diag_block": 16, "diag_overlap": 8}, False, 64) == 32
+    assert run.near_keys({"diag_block": 16, "diag_overlap": 8, "sinks": 4}, causal=True) == 28
+    assert run.near_keys({"diag_block": 16, "diag_overlap": 8}, causal=False) == 32
     assert {row["model"] for row in found["needles"]} == {"teacher", "student"}
     assert set(found["loss_by_position"]) == {"teacher", "student"}
     assert len(found["texts"]) == 3
