@@ -21,7 +21,7 @@ def transfer(
     model: nn.Module,
     batches: Iterable[Mapping[str, Any]],
     *,
-    learning_rate: float = 1e-2,
+    learning_rate: float = 2e-2,
     warmup: int = 10,
     rows: int = 64,
     weights: float = 0.3,

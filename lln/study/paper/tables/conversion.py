@@ -87,7 +87,12 @@ def _line(row: Row, stages: Sequence[str], encoder: bool) -> list[str]:
 
 def _name(row: Row) -> str:
     given = row["configuration"].get("options") or {}
-    words = [f"{name} {given[key]}" for key, name in (("slots", "slots"),) if key in given]
+    kind = given.get("feature_map", "learned")
+    words = [] if kind == "learned" else [f"{kind} maps"]
+    words += [f"slots {given['slots']}"] if "slots" in given else []
+    learned = row["configuration"].get("recover_options") or {}
+    if row["recover_steps"] and "learning_rate" in learned:
+        words.append(f"recovered at {learned['learning_rate']:g}")
     return f"{row['attention']} ({', '.join(words)})" if words else row["attention"]
 
 
