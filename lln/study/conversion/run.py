@@ -52,7 +52,7 @@ class Settings:
         model: Folder of a softmax model.
         data: Text to learn from: a file, or a folder with files per split.
         out: Folder of the converted model and its report.
-        length: Tokens of a sequence; default 512 for encoders, 1,024 for decoders.
+        length: Tokens of a sequence; default 512 for encoders, 2,048 for decoders.
         options: Of the attention; they change single ones of :func:`lln.hf.convert`.
         keep: How many layers keep softmax, or "auto" within ``budget``.
         held_out: File of text to be judged by; default the files for validation, or the end.

@@ -30,7 +30,7 @@ HEADS = {
     "Model": "AutoModel",
 }
 APART = 4  # batches for the error of layers
-USUAL_LENGTH = {"encoder": 512, "decoder": 1024}
+USUAL_LENGTH = {"encoder": 512, "decoder": 2048}  # a decoder as long as it is judged at
 
 
 @dataclass(frozen=True)
