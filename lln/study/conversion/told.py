@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-LINE_SECONDS = 30.0
+from lln.study.train.progress import LINE_SECONDS, bar
 
 
 def duration(seconds: float) -> str:
@@ -49,17 +49,7 @@ class Told:
         self.stop()
         if not sys.stdout.isatty():
             return
-        from rich import progress
-
-        self._bar = progress.Progress(
-            progress.TextColumn("{task.description}", style="bold"),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[now]}", style="dim"),
-            transient=True,
-        )
+        self._bar = bar()
         self._task = self._bar.add_task(self.stage, total=total, now="")
         self._bar.start()
 

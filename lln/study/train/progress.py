@@ -85,6 +85,22 @@ class Lines:
     def stop(self) -> None: ...
 
 
+def bar(console: Any = None) -> Any:
+    """A bar of rich with steps, times and a field ``now``; it vanishes when it is stopped."""
+    from rich import progress
+
+    return progress.Progress(
+        progress.TextColumn("{task.description}", style="bold"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("{task.fields[now]}", style="dim"),
+        console=console,
+        transient=True,
+    )
+
+
 class Bar(Lines):
     """A progress bar with loss and speed, and a line per evaluation."""
 
@@ -101,19 +117,8 @@ class Bar(Lines):
         self.console.print(f"{self.label}: {text}", highlight=False)
 
     def start(self, config: TrainConfig, step: int) -> None:
-        from rich import progress
-
         super().start(config, step)
-        self._bar = progress.Progress(
-            progress.TextColumn("{task.description}", style="bold"),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[now]}", style="dim"),
-            console=self.console,
-            transient=True,
-        )
+        self._bar = bar(self.console)
         self._task = self._bar.add_task(self.label, total=config.steps, completed=step, now="")
         self._bar.start()
 
