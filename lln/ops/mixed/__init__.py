@@ -2,13 +2,15 @@
 
 LLN+Diag whose blocks no kernel takes (too large, overlapping, or fewer queries than keys): the LLN
 branch, which grows with the sequence, by its Triton kernel, and the near keys by torch. Near and
-far under one normaliser: the near keys by flex_attention, the far ones by plain PyTorch.
+far under one normaliser: the near keys by flex_attention, the far ones by our kernel, or by plain
+PyTorch where it does not fit.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lln.ops import eager, triton
@@ -36,7 +38,28 @@ def near_far(
     window = {"block": block, "overlap": overlap, "sinks": sinks, "scale": scale}
     masks = {"key_mask": key_mask, "is_causal": is_causal}
     local = flex.near(q, k, v, **window, **masks)
-    return eager.near_far(q, k, v, local=local, **window, **masks, **options)
+    if _refuses_join(v, options["q_far"], block, overlap, options.get("far", "others")) is not None:
+        return eager.near_far(q, k, v, local=local, **window, **masks, **options)
+    scales = {name: options[name] for name in ("alpha", "beta", "gamma")}
+    mask = _without_first(k, sinks) if sinks else key_mask
+    return triton.join(
+        *local, options["q_far"], options["k_far"], v, **scales, key_mask=mask, block=block,
+        overlap=overlap, is_causal=is_causal, normalize_keys=options.get("normalize_keys", False),
+    )  # fmt: skip
+
+
+def _refuses_join(v: Tensor, q_far: Tensor, block: int, overlap: int, far: str) -> str | None:
+    """Why the far keys have no kernel, or None."""
+    if far != "others":
+        return f"far={far!r}: the kernels take the keys outside of the windows"
+    call = Call("join", q_far, q_far, v)
+    return triton.refuses(call) or triton.refuses_window(q_far, v, block, overlap)
+
+
+def _without_first(k: Tensor, count: int) -> Tensor:
+    """A mask of all keys but the first ``count``, the same for every sample."""
+    mask = torch.arange(k.shape[2], device=k.device) >= count
+    return mask.expand(k.shape[0], -1)
 
 
 def lln_diag(

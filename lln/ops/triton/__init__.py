@@ -26,6 +26,8 @@ _MODULES = {
     "causal": "triangle.causal",
     "block_diagonal": "blocks.block_diagonal",
     "lln_diag": "blocks.lln_diag",
+    "join": "joint.far",
+    "refuses_window": "joint.far",
     "convolution": "taps.convolution",
     "standard_deviations": "moments.statistics",
     "match": "moments.matching",

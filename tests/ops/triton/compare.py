@@ -34,8 +34,8 @@ def inputs(
 
 
 def rounded(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """What the op is given: q, k, v in ``dtype``, the rest in float32."""
-    return {n: x.to(dtype if n in ("q", "k", "v") else torch.float32) for n, x in tensors.items()}
+    """What the op is given: queries, keys and values in ``dtype``, the rest in float32."""
+    return {n: x.to(dtype if n[0] in "qkv" else torch.float32) for n, x in tensors.items()}
 
 
 def compare(

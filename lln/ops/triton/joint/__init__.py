@@ -1,0 +1,1 @@
+"""Far keys beside near ones, under one normaliser."""

@@ -1,0 +1,111 @@
+"""Kernels of far keys joined with near ones: windows, masks, groups, widths, all gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lln.ops import reference
+from lln.ops import triton as kernels
+from lln.ops.eager.joint.near import near_op
+from lln.ops.eager.joint.near_far import Sinks
+from tests.helpers import ADVERSARIAL, adversarial, random_qkv, random_scales
+from tests.ops.triton.compare import compare
+
+WINDOWS = [
+    (16, 0, torch.float32),
+    (32, 16, torch.float16),
+    (16, 32, torch.float32),
+    (48, 48, torch.float16),
+]
+
+
+def joined(q, k, v, q_far, k_far, *, block, overlap=0, sinks=0, scale, key_mask=None, **options):
+    """Near keys by plain PyTorch, far ones by the kernels."""
+    always = Sinks.among(k, v, sinks, key_mask)
+    causal = options["is_causal"]
+    tensors = q, k, v, always.k, always.v, always.position, key_mask, None
+    near, near_log = near_op(*tensors, block, overlap, scale, 0, causal)
+    mask = always.without(k.shape[2], key_mask)
+    window = {"block": block, "overlap": overlap}
+    return kernels.join(
+        near.to(q.dtype), near_log, q_far, k_far, v, key_mask=mask, **window, **options
+    )
+
+
+def inputs(tokens, *, heads=2, key_heads=2, width=16, slots=16, device) -> dict[str, Tensor]:
+    q, k, v = random_qkv(2, heads, tokens, None, width, key_heads=key_heads)
+    alpha, beta = random_scales(2, heads, key_heads)
+    far = {
+        "q_far": torch.randn(2, heads, tokens, slots, dtype=torch.float64),
+        "k_far": torch.randn(2, key_heads, tokens, slots, dtype=torch.float64),
+    }
+    gamma = torch.randn(2, heads, dtype=torch.float64)
+    tensors = {"q": q, "k": k, "v": v, **far, "alpha": alpha, "beta": beta, "gamma": gamma}
+    return {name: x.to(device) for name, x in tensors.items()}
+
+
+def check(tensors: dict[str, Tensor], dtype: torch.dtype, **options) -> None:
+    compare(joined, reference.near_far, tensors, dtype, floor=0.1, scale=0.25, **options)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("block, overlap, dtype", WINDOWS)
+def test_windows(block, overlap, dtype, is_causal, device):
+    options = {"block": block, "overlap": overlap, "is_causal": is_causal}
+    tokens = 100 if dtype == torch.float32 else 96  # whole tiles, too
+    check(inputs(tokens, device=device), dtype, **options)
+
+
+@pytest.mark.parametrize("tokens", [1, 33])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_fewer_tokens_than_a_window(tokens, is_causal, device):
+    options = {"block": 32, "overlap": 16, "is_causal": is_causal}
+    check(inputs(tokens, device=device), torch.float32, **options)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype, normalize_keys", [(torch.float32, True), (torch.float16, False)])
+def test_masks_groups_sinks_and_unequal_widths(dtype, normalize_keys, is_causal, device):
+    mask = torch.rand(2, 90, device=device) > 0.3
+    mask[0, :50] = False  # blocks that see nothing, near or far
+    options = {"block": 16, "overlap": 16, "sinks": 3, "is_causal": is_causal, "key_mask": mask}
+    tensors = inputs(90, heads=6, key_heads=2, slots=48, device=device)
+    check(tensors, dtype, normalize_keys=normalize_keys, **options)
+
+
+def test_hidden_keys_may_hold_anything(device):
+    tensors = {name: x.float() for name, x in inputs(64, device=device).items()}
+    mask = torch.rand(2, 64, device=device) > 0.3
+    options = {"block": 16, "is_causal": False, "scale": 0.25, "key_mask": mask}
+    expected = joined(**tensors, **options)
+    hidden = ~mask[:, None, :, None]
+    spoilt = {name: tensors[name].masked_fill(hidden, torch.nan) for name in ("k", "v", "k_far")}
+    torch.testing.assert_close(joined(**{**tensors, **spoilt}, **options), expected)
+
+
+@pytest.mark.parametrize("name", ADVERSARIAL)
+def test_no_input_overflows(name, device):
+    q, k, v = (x.to(device) for x in adversarial(name, 80, 16, heads=1))
+    two = torch.full((1, 1), 2.0, dtype=torch.float64, device=device)
+    tensors = {"q": q, "k": k, "v": v, "q_far": q, "k_far": k}
+    tensors |= {"alpha": two, "beta": two, "gamma": 0 * two}
+    options = {"block": 16, "is_causal": True, "scale": 0.25}
+    compare(joined, reference.near_far, tensors, torch.float32, floor=1.0, **options)
+
+
+def test_the_same_call_gives_the_same_bits(device):
+    tensors = {name: x.float() for name, x in inputs(100, device=device).items()}
+    options = {"block": 16, "overlap": 16, "is_causal": False, "scale": 0.25}
+    assert torch.equal(joined(**tensors, **options), joined(**tensors, **options))
+
+
+@pytest.mark.parametrize(
+    "block, overlap, slots, reason",
+    [(20, 8, 16, "common divisor"), (16, 0, 256, None), (16, 0, 1024, "slots by")],
+)
+def test_what_does_not_fit_is_refused_with_the_reason(block, overlap, slots, reason):
+    q, v = torch.zeros(1, 1, 4, slots, dtype=torch.float16), torch.zeros(1, 1, 4, 64)
+    found = kernels.refuses_window(q, v, block, overlap)
+    assert found is None if reason is None else reason in found
