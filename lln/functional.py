@@ -355,8 +355,9 @@ def which(
 ) -> str:
     """The name of the implementation that runs for these tensors.
 
-    "triton": our kernels. "mixed": LLN+Diag whose LLN branch has a kernel and whose blocks have
-    none. "eager": plain PyTorch in linear time. "reference": the O(N²) definition, only if asked.
+    "triton": our kernels. "mixed": LLN+Diag whose branches have kernels but none for both, or near
+    and far keys of which the far ones have none. "eager": plain PyTorch in linear time.
+    "reference": the O(N²) definition, only if asked.
 
     Args:
         q, k, v: As for :func:`attention`, or packed as for :func:`attention_varlen`.
@@ -384,10 +385,13 @@ def which(
             needs.add("learned_mix")
         if local.overlap or local.sinks:
             needs.add("windows")
+        if local.far == "all":
+            needs.add("far_all")
     plain = not (local is not None and (local.joint or needs - {"dropout"}))
     if packed and plain:
         op = "varlen"
-    return name_of(choose(Call(op, q, k, v, frozenset(needs), is_causal, diag_block), impl))
+    call = Call(op, q, k, v, frozenset(needs), is_causal, diag_block, diag_overlap, sinks)
+    return name_of(choose(call, impl))
 
 
 def _decodes_in_one_launch(

@@ -29,9 +29,9 @@ class Call:
     """What an implementation is asked to do: all that its refusal may depend on.
 
     ``needs`` names features beyond the plain op: ``"dropout"``, ``"learned_mix"``, ``"state"``,
-    ``"windows"`` (overlapping blocks, sinks), ``"masked_sinks"``, ``"features"`` (of one's own for
-    the LLN branch).
-    ``is_causal`` and ``block`` are given for ops that have them as options.
+    ``"windows"`` (overlapping blocks, sinks), ``"features"`` (of one's own for the LLN branch),
+    ``"far_all"``. The other fields are given for ops that have them as options; ``slots`` is the
+    width of features of one's own.
     """
 
     op: str
@@ -41,6 +41,9 @@ class Call:
     needs: frozenset[str] = field(default_factory=frozenset)
     is_causal: bool = False
     block: int | None = None
+    overlap: int = 0
+    sinks: int = 0
+    slots: int | None = None
 
 
 @runtime_checkable

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 # Which products an operator consists of; its variants for training and gradients, and those in
 # plain PyTorch, carry its name and a suffix.
-LINEAR = ("summarize", "read", "bidirectional", "causal", "lln_diag", "varlen", "decode", "far")
+LINEAR = (
+    *("summarize", "read", "bidirectional", "causal", "lln_diag", "varlen", "decode"),
+    *("far", "join_far"),
+)
 BLOCKS = ("block_diagonal", "lln_diag", "varlen", "near")
 CONVOLUTION = ("convolution",)
 SUFFIXES = ("", "_train", "_backward", "_eager", "_backward_eager")
@@ -103,9 +106,15 @@ def _blocks(given: SimpleNamespace) -> int:
     tokens = q.shape[2] if q.dim() == 4 else q.shape[0]  # packed: [tokens, heads, D]
     near = given.block
     if hasattr(given, "overlap"):
-        near += given.overlap * (1 if given.causal else 2) + given.sink_k.shape[2]
+        near += given.overlap * (1 if given.causal else 2) + _sinks(given)
     pairs = math.prod(q.shape[:-1]) * min(near, tokens)
     return 2 * pairs * (q.shape[-1] + v.shape[-1])
+
+
+def _sinks(given: SimpleNamespace) -> int:
+    if hasattr(given, "sink_k"):
+        return given.sink_k.shape[2]
+    return 0 if given.sinks is None else given.sinks.shape[1]
 
 
 def _convolution(given: SimpleNamespace) -> int:

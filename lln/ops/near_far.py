@@ -51,7 +51,8 @@ def near_far(
             key of a window, W = C + 2 overlap (causal: C + overlap), and one for each sink.
         near_kept: Samples (True) whose near branch takes part; it always does in rows without a
             far key.
-        impl: "eager" or "reference"; None takes the fastest that accepts the tensors.
+        impl: "triton", "mixed", "eager" or "reference"; None takes the fastest that accepts the
+            tensors.
 
     Numerics: both logarithms are by-products of sums that cannot overflow; computed in float32 or
     wider and rounded once. Without a near key u = 0, without a far one u = 1, without both the
@@ -59,14 +60,16 @@ def near_far(
     """
     dropout = slot_dropout is not None or probability_dropout is not None or near_kept is not None
     needs = {"dropout"} if dropout else set()
-    if sinks and key_mask is not None:
-        needs.add("masked_sinks")
+    if far == "all":
+        needs.add("far_all")
+    slots = (q if q_far is None else q_far).shape[-1]
+    call = Call("near_far", q, k, v, frozenset(needs), is_causal, block, overlap, sinks, slots)
     given = {
         "slot_dropout": slot_dropout,
         "probability_dropout": probability_dropout,
         "near_kept": near_kept,
     }
-    return choose(Call("near_far", q, k, v, frozenset(needs), is_causal, block), impl).near_far(
+    return choose(call, impl).near_far(
         q,
         k,
         v,
@@ -112,5 +115,5 @@ def near(
     if probability_dropout is None:
         del options["probability_dropout"]
     needs = frozenset({"dropout"} if probability_dropout is not None else ())
-    call = Call("near", q, k, v, needs, is_causal, block)
+    call = Call("near", q, k, v, needs, is_causal, block, overlap, sinks)
     return choose(call, impl).near(q, k, v, overlap=overlap, sinks=sinks, **options)

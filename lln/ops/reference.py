@@ -20,7 +20,7 @@ from lln.protocols import Call, compute_dtype
 
 def refuses(call: Call) -> str | None:
     """The reference has no dropout and no state before causal keys."""
-    if unknown := call.needs - {"learned_mix", "windows", "features", "masked_sinks"}:
+    if unknown := call.needs - {"learned_mix", "windows", "features", "far_all"}:
         return f"the O(N²) reference does not know {', '.join(sorted(unknown))}"
     return None
 

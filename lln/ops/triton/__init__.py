@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import os
 from typing import Any
 
 import torch
 
-from lln.ops.triton.tiles import block_fits, causal_fits
+from lln.ops.triton.tiles import block_fits, causal_fits, padded
 from lln.protocols import HALF, Call
 
 _MODULES = {
@@ -26,14 +27,18 @@ _MODULES = {
     "causal": "triangle.causal",
     "block_diagonal": "blocks.block_diagonal",
     "lln_diag": "blocks.lln_diag",
-    "join": "joint.far",
-    "refuses_window": "joint.far",
+    "near": "joint.near_far",
+    "near_and_log": "joint.near_far",
+    "near_far": "joint.near_far",
     "convolution": "taps.convolution",
     "standard_deviations": "moments.statistics",
     "match": "moments.matching",
 }
 INSTALLED = importlib.util.find_spec("triton") is not None  # a constant, for torch.compile
 WIDTHS = (16, 32, 48, 64, 80, 96, 128, 256)
+MOST_SINKS = 64  # columns of a tile
+LEAST_SEGMENT = 16  # keys between the edges of two windows: the rows of a tensor core
+STATE_ELEMENTS = 1 << 14  # slots times values that a program of far keys holds
 
 
 def __getattr__(name: str) -> Any:
@@ -73,7 +78,40 @@ def refuses(call: Call) -> str | None:
         return "overlapping blocks, sinks and features of their own are not fused with LLN"
     if call.op == "varlen":
         return _refuses_packed(call)
+    if call.op in ("near", "near_far"):
+        return _refuses_near(call) or (_refuses_far(call) if call.op == "near_far" else None)
     return _refuses_causal(call) or _refuses_blocks(call)
+
+
+def _refuses_near(call: Call) -> str | None:
+    """Why the kernels of windows and sinks cannot take a call that passes otherwise, or None."""
+    q, k, v = call.q, call.k, call.v
+    if call.sinks > MOST_SINKS:
+        return f"sinks={call.sinks}; the kernels of windows take up to {MOST_SINKS}"
+    if q.shape[2] != k.shape[2]:
+        return f"{q.shape[2]} queries of {k.shape[2]} keys; the kernels of windows want as many"
+    if max(q.shape[-1], v.shape[-1]) > 128:
+        return f"widths D={q.shape[-1]}, E={v.shape[-1]}; the kernels of windows take up to 128"
+    return None
+
+
+def _refuses_far(call: Call) -> str | None:
+    slots, values = call.slots or call.q.shape[-1], call.v.shape[-1]
+    if "far_all" in call.needs:
+        return "far='all': the kernels take the keys outside of the windows"
+    segment = math.gcd(call.block or 0, call.overlap)
+    if segment < LEAST_SEGMENT:
+        return (
+            f"blocks of {call.block} that overlap by {call.overlap}: the kernels of far keys want "
+            f"a common divisor of at least {LEAST_SEGMENT}"
+        )
+    most = STATE_ELEMENTS if call.q.dtype.itemsize == 2 else STATE_ELEMENTS // 2
+    if slots not in WIDTHS or padded(slots) * padded(values) > most:
+        return (
+            f"{slots} slots by {values} values; the kernels of far keys take {WIDTHS} slots, and "
+            f"{most} numbers in all"
+        )
+    return None
 
 
 def _refuses_packed(call: Call) -> str | None:

@@ -61,10 +61,25 @@ HALF = {
     # the same for blocks of more than 64 tokens
     "diag_128": {64: Tile(128, 8, 1, 1)},
     "diag_backward_128": {64: Tile(128, 8, 1, 1, through=False)},
+    "far_read": {
+        64: Tile(64, 4, 1, 3, through=False),
+        128: Tile(64, 8, 1, 2, through=False),
+        256: Tile(32, 8, 1, 1, through=False),
+    },
+    "far_read_backward": {
+        64: Tile(32, 4, 1, 2, through=False),
+        128: Tile(32, 8, 1, 1, through=False),
+        256: Tile(32, 8, 1, 1, through=False),
+    },
+    "far_keys": {
+        64: Tile(64, 4, 1, 2, through=False),
+        128: Tile(64, 8, 2, 1, through=False),
+        256: Tile(32, 8, 1, 1, through=False),
+    },
     # not measured yet
-    "far_read": {64: Tile(64, 4, 2, 3), 128: Tile(64, 8, 2, 2), 256: Tile(32, 8, 1, 1)},
-    "far_read_backward": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1), 256: Tile(32, 8, 1, 1)},
-    "far_keys": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1), 256: Tile(32, 8, 1, 1)},
+    "near": {64: Tile(64, 4, 2, 3), 128: Tile(64, 8, 2, 1)},
+    "near_dq": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
+    "near_dkdv": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
     "causal": {64: Tile(64, 4, 3, 2), 128: Tile(64, 8, 1, 1)},
     "causal_dq": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
     "causal_dkdv": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},

@@ -24,20 +24,26 @@ def both_passes(run, inputs) -> tuple[int, int]:
     return forward, counter.get_total_flops()
 
 
-@pytest.mark.parametrize("op", ["bidirectional", "lln_diag", "causal", "block_diagonal"])
+@pytest.mark.parametrize(
+    "op", ["bidirectional", "lln_diag", "causal", "block_diagonal", "near", "near_far"]
+)
 def test_forward_and_backward(op, device):
     scales = {name: torch.full((B, H), 2.0, device=device) for name in ("alpha", "beta")}
     block = {"block": BLOCK, "scale": 0.25}
-    options = {
+    options: dict = {
         "bidirectional": scales,
         "causal": scales,
         "lln_diag": {**scales, **block},
         "block_diagonal": block,
-    }[op]
+    }
+    window = {**block, "overlap": 16, "sinks": 2, "is_causal": True}
+    far = {x: torch.randn(B, H, N, D, device=device) for x in ("q_far", "k_far")}
+    gamma = torch.zeros(B, H, device=device)
+    options |= {"near": window, "near_far": {**scales, **window, **far, "gamma": gamma}}
     shapes = (B, H, N, D), (B, H, N, D), (B, H, N, E)
     inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
-    ours = both_passes(lambda *x: getattr(kernels, op)(*x, **options), inputs)
-    plain = both_passes(lambda *x: getattr(eager, op)(*x, **options), inputs)
+    ours = both_passes(lambda *x: getattr(kernels, op)(*x, **options[op]), inputs)
+    plain = both_passes(lambda *x: getattr(eager, op)(*x, **options[op]), inputs)
     assert ours == plain
     assert ours[0] > 0
 

@@ -1,6 +1,8 @@
-"""Kernels of far keys joined with near ones: windows, masks, groups, widths, all gradients."""
+"""Kernels of near and far keys under one normaliser: windows, masks, widths, all gradients."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import torch
@@ -8,8 +10,7 @@ from torch import Tensor
 
 from lln.ops import reference
 from lln.ops import triton as kernels
-from lln.ops.eager.joint.near import near_op
-from lln.ops.eager.joint.near_far import Sinks
+from lln.protocols import Call
 from tests.helpers import ADVERSARIAL, adversarial, random_qkv, random_scales
 from tests.ops.triton.compare import compare
 
@@ -19,19 +20,6 @@ WINDOWS = [
     (16, 32, torch.float32),
     (48, 48, torch.float16),
 ]
-
-
-def joined(q, k, v, q_far, k_far, *, block, overlap=0, sinks=0, scale, key_mask=None, **options):
-    """Near keys by plain PyTorch, far ones by the kernels."""
-    always = Sinks.among(k, v, sinks, key_mask)
-    causal = options["is_causal"]
-    tensors = q, k, v, always.k, always.v, always.position, key_mask, None
-    near, near_log = near_op(*tensors, block, overlap, scale, 0, causal)
-    mask = always.without(k.shape[2], key_mask)
-    window = {"block": block, "overlap": overlap}
-    return kernels.join(
-        near.to(q.dtype), near_log, q_far, k_far, v, key_mask=mask, **window, **options
-    )
 
 
 def inputs(tokens, *, heads=2, key_heads=2, width=16, slots=16, device) -> dict[str, Tensor]:
@@ -47,7 +35,7 @@ def inputs(tokens, *, heads=2, key_heads=2, width=16, slots=16, device) -> dict[
 
 
 def check(tensors: dict[str, Tensor], dtype: torch.dtype, **options) -> None:
-    compare(joined, reference.near_far, tensors, dtype, floor=0.1, scale=0.25, **options)
+    compare(kernels.near_far, reference.near_far, tensors, dtype, floor=0.1, scale=0.25, **options)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -79,10 +67,10 @@ def test_hidden_keys_may_hold_anything(device):
     tensors = {name: x.float() for name, x in inputs(64, device=device).items()}
     mask = torch.rand(2, 64, device=device) > 0.3
     options = {"block": 16, "is_causal": False, "scale": 0.25, "key_mask": mask}
-    expected = joined(**tensors, **options)
+    expected = kernels.near_far(**tensors, **options)
     hidden = ~mask[:, None, :, None]
     spoilt = {name: tensors[name].masked_fill(hidden, torch.nan) for name in ("k", "v", "k_far")}
-    torch.testing.assert_close(joined(**{**tensors, **spoilt}, **options), expected)
+    torch.testing.assert_close(kernels.near_far(**{**tensors, **spoilt}, **options), expected)
 
 
 @pytest.mark.parametrize("name", ADVERSARIAL)
@@ -92,20 +80,48 @@ def test_no_input_overflows(name, device):
     tensors = {"q": q, "k": k, "v": v, "q_far": q, "k_far": k}
     tensors |= {"alpha": two, "beta": two, "gamma": 0 * two}
     options = {"block": 16, "is_causal": True, "scale": 0.25}
-    compare(joined, reference.near_far, tensors, torch.float32, floor=1.0, **options)
+    compare(kernels.near_far, reference.near_far, tensors, torch.float32, floor=1.0, **options)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_near_keys_alone(is_causal, device):
+    """Windows and sinks; a mask moves the sinks, and some rows see nothing."""
+    given = inputs(70, heads=4, key_heads=2, width=16, device=device)
+    tensors = {name: given[name] for name in "qkv"}
+    mask = torch.rand(2, 70, device=device) > 0.3
+    mask[0, :40] = False
+    options = {"block": 16, "overlap": 8, "sinks": 3, "scale": 0.25, "is_causal": is_causal}
+    for key_mask in (None, mask):
+        compare(
+            kernels.near, reference.near, tensors, torch.float32, floor=0.1, key_mask=key_mask,
+            **options,
+        )  # fmt: skip
 
 
 def test_the_same_call_gives_the_same_bits(device):
     tensors = {name: x.float() for name, x in inputs(100, device=device).items()}
     options = {"block": 16, "overlap": 16, "is_causal": False, "scale": 0.25}
-    assert torch.equal(joined(**tensors, **options), joined(**tensors, **options))
+    assert torch.equal(
+        kernels.near_far(**tensors, **options), kernels.near_far(**tensors, **options)
+    )
 
 
 @pytest.mark.parametrize(
-    "block, overlap, slots, reason",
-    [(20, 8, 16, "common divisor"), (16, 0, 256, None), (16, 0, 1024, "slots by")],
+    "change, reason",
+    [
+        ({}, None),
+        ({"overlap": 8}, "common divisor"),
+        ({"slots": 256}, None),
+        ({"slots": 200}, "200 slots"),
+        ({"slots": 256, "v": torch.zeros(1, 1, 4, 128, dtype=torch.float16)}, "256 slots"),
+        ({"needs": frozenset({"far_all"})}, "far='all'"),
+        ({"sinks": 65}, "sinks=65"),
+        ({"k": torch.zeros(1, 1, 5, 64, dtype=torch.float16)}, "4 queries of 5 keys"),
+    ],
 )
-def test_what_does_not_fit_is_refused_with_the_reason(block, overlap, slots, reason):
-    q, v = torch.zeros(1, 1, 4, slots, dtype=torch.float16), torch.zeros(1, 1, 4, 64)
-    found = kernels.refuses_window(q, v, block, overlap)
+def test_what_does_not_fit_is_refused_with_the_reason(change, reason, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    x = torch.zeros(1, 1, 4, 64, dtype=torch.float16)
+    call = dataclasses.replace(Call("near_far", x, x, x, block=16, slots=64), **change)
+    found = kernels.refuses(call)
     assert found is None if reason is None else reason in found

@@ -1,4 +1,4 @@
-"""Near and far on a GPU: flex_attention beside plain PyTorch, against float64."""
+"""Near and far on a GPU, against float64."""
 
 from __future__ import annotations
 
@@ -47,11 +47,12 @@ def test_bfloat16_against_float64(block, overlap, sinks, far, is_causal, masked)
         assert relative_error(found[name], expected) < 0.02, name
 
 
-def test_flex_attention_is_taken_where_it_can_be():
+def test_the_kernels_are_taken_where_they_fit():
     q, k, v = (tensors()[name].bfloat16() for name in "qkv")
     options = {"diag_block": 128, "mix": "joint"}
-    assert lln.which(q, k, v, **options) == "mixed"
-    assert lln.which(q.float(), k.float(), v.float(), **options) == "eager"
+    assert lln.which(q, k, v, **options) == "triton"
+    assert lln.which(q, k, v, **options, diag_overlap=1) == "mixed"
+    assert lln.which(q.double(), k.double(), v.double(), **options) == "eager"
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler looks at gradients of inputs

@@ -24,6 +24,7 @@ def arguments(name: str, device: str) -> tuple:
     q, k, v, alpha, beta = tensors(device, Q, K, K, ALPHA, BETA)
     log_mass, mean = tensors(device, (2, 1, 16), (2, 1, 16, 16))
     mask = torch.rand(2, 20, device=device) > 0.3
+    sinks = torch.tensor([[0, 3], [1, 99]], device=device)
     cu = torch.tensor([0, 5, 20], device=device)
     packed = [x[0].transpose(0, 1).detach().requires_grad_() for x in (q, k, v)]
     step = [x[:, :, :1].detach() for x in (q, k, v)]
@@ -38,6 +39,11 @@ def arguments(name: str, device: str) -> tuple:
         "lln_diag_train": (q, k, v, alpha, beta, None, mask, 16, 0.2, False),
         "block_diagonal": (q, k, v, mask, 16, 0.2, True),
         "causal": (q, k, v, alpha, beta, log_mass, mean, mask, False),
+        "near": (q, k, v, sinks, mask, 16, 0, 0.2, True),
+        "join_far": (
+            *tensors(device, Q, Q[:3]), q, k, v, alpha, beta, *tensors(device, ALPHA), mask,
+            False, 16, 0, False,
+        ),
         "varlen": (*packed, cu, cu, alpha, beta, None, False),
         "decode": (*step, *(x.detach() for x in (log_mass, mean, alpha, beta)), None, False),
         "standard_deviations": (q.detach(), k.detach(), mask, None),
@@ -50,7 +56,7 @@ def arguments(name: str, device: str) -> tuple:
 
 OPS = (
     *("bidirectional_train", "summarize", "read", "lln_diag_train", "block_diagonal"),
-    *("causal", "varlen", "decode", "standard_deviations", "match"),
+    *("near", "join_far", "causal", "varlen", "decode", "standard_deviations", "match"),
     *("bidirectional", "lln_diag"),  # without gradients
 )
 

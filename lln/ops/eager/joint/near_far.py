@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lln.ops.arguments import hide
@@ -32,15 +33,10 @@ class Sinks:
     @staticmethod
     def among(k: Tensor, v: Tensor, count: int, key_mask: Tensor | None) -> Sinks:
         """The first ``count`` valid keys."""
-        batch, keys = k.shape[0], k.shape[2]
+        keys, position = k.shape[2], sink_positions(k, count, key_mask)
         if count == 0 or keys == 0:
             none_k, none_v = (x.new_zeros((*x.shape[:2], count, x.shape[3])) for x in (k, v))
-            return Sinks(none_k, none_v, torch.full((batch, count), NOWHERE, device=k.device))
-        if key_mask is None:
-            position = torch.arange(count, device=k.device).expand(batch, -1)
-        else:
-            every = torch.arange(keys, device=k.device).masked_fill(~key_mask, NOWHERE)
-            position = F.pad(every, (0, count), value=NOWHERE).sort(1).values[:, :count]
+            return Sinks(none_k, none_v, torch.full_like(position, NOWHERE))
         index = position.clamp(max=keys - 1)[:, None, :, None]
         sink_k, sink_v = (
             hide(x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])), position < keys)
@@ -50,11 +46,40 @@ class Sinks:
 
     def without(self, keys: int, key_mask: Tensor | None) -> Tensor | None:
         """``key_mask`` with these keys left out; None where nothing is masked."""
-        if self.position.shape[1] == 0:
-            return key_mask
-        position = torch.arange(keys, device=self.position.device)
-        chosen = (self.position[:, :, None] == position).any(1)
-        return ~chosen if key_mask is None else key_mask & ~chosen
+        return without_positions(self.position, keys, key_mask)
+
+
+def sink_positions(k: Tensor, count: int, key_mask: Tensor | None) -> Int[Tensor, "B n"]:
+    """Positions of the first ``count`` valid keys, those of the call or beyond if there are fewer.
+
+    Without a mask they are the first positions, of which a short call may have fewer.
+    """
+    if key_mask is None:
+        return torch.arange(count, device=k.device).expand(k.shape[0], -1)
+    every = torch.arange(k.shape[2], device=k.device).masked_fill(~key_mask, NOWHERE)
+    return F.pad(every, (0, count), value=NOWHERE).sort(1).values[:, :count]
+
+
+def without_positions(
+    positions: Int[Tensor, "B n"], keys: int, key_mask: Tensor | None
+) -> Bool[Tensor, "B M"] | None:
+    """``key_mask`` with these keys left out; None where nothing is masked."""
+    if positions.shape[1] == 0:
+        return key_mask
+    place = torch.arange(keys, device=positions.device)
+    chosen = (positions[:, :, None] == place).any(1)
+    return ~chosen if key_mask is None else key_mask & ~chosen
+
+
+def far_mask(
+    k: Tensor, sinks: Int[Tensor, "B n"] | None, key_mask: Tensor | None
+) -> Bool[Tensor, "B M"] | None:
+    """Which keys may be far: the valid ones that are no sinks; None for all."""
+    if sinks is None or sinks.shape[1] == 0:
+        return key_mask
+    if key_mask is None:  # the first keys of every sample
+        return (torch.arange(k.shape[2], device=k.device) >= sinks.shape[1]).expand(len(k), -1)
+    return without_positions(sinks, k.shape[2], key_mask)
 
 
 def near(

@@ -9,27 +9,8 @@ from torch import Tensor
 
 from lln.ops.registration import register
 from lln.ops.triton.joint import launch
-from lln.ops.triton.joint.launch import Cut, segment_of
+from lln.ops.triton.joint.launch import Cut
 from lln.ops.triton.library import contiguous_mask, empty_rows, floats, rows_contiguous
-from lln.ops.triton.tiles import padded
-
-LEAST_SEGMENT = 16  # keys: the rows of a tensor core
-STATE_ELEMENTS = 1 << 14  # slots times values that a program holds
-STATE_ELEMENTS_OF_SINGLE = 1 << 13
-
-
-def refuses_window(q: Tensor, v: Tensor, block: int, overlap: int) -> str | None:
-    """Why the kernels cannot serve features ``q`` with such windows, or None."""
-    if segment_of(block, overlap) < LEAST_SEGMENT:
-        return (
-            f"blocks of {block} that overlap by {overlap}: the kernels of far keys need a common "
-            f"divisor of at least {LEAST_SEGMENT}"
-        )
-    slots, values = q.shape[-1], v.shape[-1]
-    most = STATE_ELEMENTS if q.dtype.itemsize == 2 else STATE_ELEMENTS_OF_SINGLE
-    if padded(slots) * padded(values) > most:
-        return f"{slots} slots by {values} values: the kernels of far keys hold {most} at most"
-    return None
 
 
 def join(

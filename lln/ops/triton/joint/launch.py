@@ -35,8 +35,8 @@ class Cut(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Keys of a segment."""
-        return segment_of(self.block, self.overlap)
+        """Keys of a segment: every window begins and ends between two of them."""
+        return math.gcd(self.block, self.overlap)
 
     @property
     def blocks(self) -> int:
@@ -54,11 +54,6 @@ class Cut(NamedTuple):
         if not self.is_causal:
             return self.segments
         return max(1, ((self.blocks - 1) * self.block - self.overlap) // self.step)
-
-
-def segment_of(block: int, overlap: int) -> int:
-    """The longest segment such that every window begins and ends between two of them."""
-    return math.gcd(block, overlap)
 
 
 def empty_states(k: Tensor, v: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
