@@ -14,6 +14,7 @@ from lln.functional import prefill
 from lln.hf.cores import attend, calibration_of
 from lln.hf.open_block import OpenBlock
 from lln.hf.open_window import OpenWindow
+from lln.hf.rotation import Rotation
 from lln.hf.softmax import kept_keys, put_softmax, softmax_heads_of
 from lln.nn import LLNAttention
 from lln.ops.arguments import hide
@@ -99,7 +100,13 @@ class StateLayer(CacheLayerMixin):
         return k, v
 
     def attend(
-        self, core: LLNAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
+        self,
+        core: LLNAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        rotation: Rotation | None = None,
     ) -> Tensor:
         """Causal attention of the new tokens to themselves and to all before; moves the state."""
         if not self._unread:
@@ -114,24 +121,31 @@ class StateLayer(CacheLayerMixin):
         heads = softmax_heads_of(core)
         kept = _Kept.of(heads, k, v, core.num_heads) if heads else None
         if self.state is None:
-            out = attend(core, q, k, v, key_mask=key_mask, is_causal=True)
+            options = {"key_mask": key_mask, "is_causal": True, "rotation": rotation}
+            out = attend(core, q, k, v, **options)
         else:
             kept = _Kept.join(self.kept, kept)
-            out = self._continue(core, q, k, v, key_mask)
+            out = self._continue(core, q, k, v, key_mask, rotation)
             if kept is not None:
                 group = core.num_heads // core.num_kv_heads
                 options = {"group": group, "key_mask": whole, "is_causal": True}
                 out = put_softmax(out, heads, q, kept.k, kept.v, **options)
-        self._remember(core, k, v, key_mask)
+        self._remember(core, k, v, key_mask, rotation)
         self.kept = kept
         self._unread = False
         return out
 
     def _continue(
-        self, core: LLNAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
+        self,
+        core: LLNAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        rotation: Rotation | None,
     ) -> Tensor:
         wide = compute_dtype(q, k, v)
-        own = _Step.of(core, q.to(wide), k.to(wide), v.to(wide), _mask(k, key_mask))
+        own = _Step.of(core, q.to(wide), k.to(wide), v.to(wide), _mask(k, key_mask), rotation)
         if self.window is not None and core.level is not None:
             out = self._continue_jointly(core, own)
         else:
@@ -187,9 +201,16 @@ class StateLayer(CacheLayerMixin):
         gamma = core.stored_level().to(own.alpha).expand(own.alpha.shape)
         return combine(near, linear, gamma)
 
-    def _remember(self, core: LLNAttention, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
+    def _remember(
+        self,
+        core: LLNAttention,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        rotation: Rotation | None,
+    ) -> None:
         self._keys = self.values = None
-        own = _Step.of(core, None, k, v, _mask(k, key_mask))
+        own = _Step.of(core, None, k, v, _mask(k, key_mask), rotation)
         options = {"beta": own.beta, "normalize_keys": own.normalize_keys, "impl": core.impl}
         local, gone = core.local, None
         if local is not None and (local.joint or local.overlap or local.sinks):
@@ -310,11 +331,18 @@ class _Step:
     normalize_keys: bool
 
     @staticmethod
-    def of(core: LLNAttention, q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor) -> _Step:
+    def of(
+        core: LLNAttention,
+        q: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor,
+        rotation: Rotation | None,
+    ) -> _Step:
         """``q`` is None where only keys are remembered."""
         alpha, beta = (x.to(compute_dtype(k)).expand(len(k), -1) for x in core.scales())
         queries = k.new_zeros((len(k), core.num_heads, 0, k.shape[3])) if q is None else q
-        k, q_far, k_far = core.decoding_inputs(queries, k)
+        k, q_far, k_far = core.decoding_inputs(queries, k, rotation)
         normalize = core.statistics.matching.normalize_keys
         return _Step(queries, q_far, k, v, k_far, mask, alpha, beta, normalize)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lln import zoo
 from lln.hf.cores import calibration_of, quantities
 from lln.hf.replace import record, replacements_of
+from lln.hf.rotation import Rotation
 from lln.moments import MomentFit
 from lln.nn.levels import mean_key
 from lln.nn.stored import mean_of_finite
@@ -41,9 +42,10 @@ class Average:
         k: Tensor,
         key_mask: Tensor | None,
         query_mask: Tensor | None,
+        rotation: Rotation | None = None,
     ) -> bool:
         """Add a batch; returns whether the layer answers with softmax meanwhile."""
-        found = self._of_batch(core, q, k, key_mask, query_mask)
+        found = self._of_batch(core, q, k, key_mask, query_mask, rotation)
         found = found.cpu().double()  # not every device has float64
         tokens = k.shape[0] * k.shape[2] if key_mask is None else int(key_mask.sum())
         if bool(found.isfinite().all()):
@@ -54,7 +56,7 @@ class Average:
             self.store(core)
         return self.stay_softmax
 
-    def _of_batch(self, core: Any, q, k, key_mask, query_mask) -> Tensor:
+    def _of_batch(self, core: Any, q, k, key_mask, query_mask, rotation) -> Tensor:
         if self.quantity == "center":
             return mean_of_finite(mean_key(k, key_mask))
         masks = {"key_mask": key_mask, "query_mask": query_mask}
@@ -63,7 +65,7 @@ class Average:
         if self.quantity == "variances":
             return core.statistics.matching.pooled_variances(q, k, **masks)
         alpha, beta = (x.expand(len(q), -1) for x in core.scales())
-        far = core.features(q, k) if core.features is not None else (q, k)
+        far = core.far_inputs(q, k, rotation)
         options = {"alpha": alpha, "beta": beta, "is_causal": core.causal, **masks}
         return mean_of_finite(core.level.measure(q, k, q_far=far[0], k_far=far[1], **options))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from lln import zoo
 from lln.hf.masks import starts_late
 from lln.hf.padding import from_first_token
+from lln.hf.rotation import Rotation
 from lln.hf.softmax import kept_keys, put_softmax, softmax_heads_of
 from lln.mechanisms import Mechanism
 from lln.nn import LLNAttention
@@ -93,18 +95,26 @@ def attend(
     is_causal: bool,
     is_cross: bool = False,
     dropout: float = 0.0,
+    rotation: Rotation | None = None,
 ) -> Float[Tensor, "B H N E"]:
     """Return the output of a core, independent of how a sample is padded.
 
-    Heads that keep softmax (``core.softmax_heads``) answer with it.
+    Heads that keep softmax (``core.softmax_heads``) answer with it. ``rotation`` is that of the
+    call, for feature maps that see queries and keys before it.
     """
     q, k, v = autocast(q, k, v)
     heads = softmax_heads_of(core)
 
-    def plain(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    def plain(
+        rotation: Rotation | None, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
+    ) -> Tensor:
         query_mask = None if is_cross or key_mask is None else key_mask[:, -q.shape[2] :]
         options = {"is_causal": is_causal, "dropout": dropout}
-        out = core.attend_in_model(q, k, v, key_mask, query_mask, **options)
+        if rotation is not None and isinstance(core, LLNAttention):
+            masks = {"key_mask": key_mask, "query_mask": query_mask}
+            out = core.attend(q, k, v, core.draw(q, k, **masks, **options, unrotate=rotation))
+        else:
+            out = core.attend_in_model(q, k, v, key_mask, query_mask, **options)
         if not heads:
             return out
         seen = (kept_keys(x, heads, q.shape[1]) for x in (k, v))
@@ -113,8 +123,9 @@ def attend(
         )
 
     if key_mask is not None and core.positions_matter and not is_cross and starts_late(key_mask):
-        return from_first_token(plain, q, k, v, key_mask)
-    return plain(q, k, v, key_mask)
+        turned = None if rotation is None else rotation.turned(key_mask)
+        return from_first_token(partial(plain, turned), q, k, v, key_mask)
+    return plain(rotation, q, k, v, key_mask)
 
 
 def place_of(

@@ -16,6 +16,12 @@ def leading(key_mask: Bool[Tensor, "B M"]) -> Int[Tensor, " B"]:
     return torch.where(key_mask.any(-1), first, key_mask.shape[1])
 
 
+def from_the_first(key_mask: Bool[Tensor, "B M"]) -> Int[Tensor, "B M"]:
+    """An index per sample that turns its tokens: its first real one comes first, padding last."""
+    place = torch.arange(key_mask.shape[1], device=key_mask.device)
+    return (place + leading(key_mask)[:, None]) % len(place)
+
+
 def take(x: Float[Tensor, "B H T D"], index: Int[Tensor, "B N"]) -> Float[Tensor, "B H N D"]:
     """Tokens by an index per sample."""
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
@@ -34,8 +40,8 @@ def from_first_token(
     """
     queries, keys = q.shape[2], k.shape[2]
     place = torch.arange(keys, device=k.device)
-    shift = leading(key_mask)[:, None]
-    turned, back = (place + shift) % keys, (place - shift) % keys
+    turned = from_the_first(key_mask)
+    back = (place - leading(key_mask)[:, None]) % keys
     q = take(F.pad(q, (0, 0, keys - queries, 0)), turned)
     out = attend(q, take(k, turned), take(v, turned), key_mask.gather(1, turned))
     return take(out, back)[:, :, keys - queries :]

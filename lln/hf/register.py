@@ -17,6 +17,7 @@ from lln.hf.conversion.lessons import Call
 from lln.hf.cores import Calibration, calibration_of
 from lln.hf.masks import Visible, linear_mask, mixed_mask, one_row, read_mask
 from lln.hf.positions import RELATIVE, check_positions
+from lln.hf.rotation import HANDED_ON, Rotation, rotation_of
 from lln.hf.softmax import pair_mask, softmax_attention
 
 MIXED = "lln_mixed"  # models in which some layers keep softmax attention
@@ -118,6 +119,7 @@ def attention_forward(
     if scaling is not None and scaling != query.shape[-1] ** -0.5:
         # Moment matching and the diagonal branch assume scores of q·k/√d.
         query = query * (scaling * query.shape[-1] ** 0.5)
+    rotation = rotation_of(core, others.get(HANDED_ON), key, layer_name)
     seen = read_mask(attention_mask, key.shape[2])
     causal = _is_causal(module, seen, is_causal)
     past = _state_of(module, core if causal else None, key)
@@ -128,12 +130,13 @@ def attention_forward(
 
     def answer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if calibration is not None:
-            measured = _measure(calibration, core, q, k, v, seen.key_mask, causal)
+            measured = _measure(calibration, core, q, k, v, seen.key_mask, causal, rotation)
             if measured is not None:
                 return measured
         if past is not None:
-            return past.attend(core, q, k, v, seen.key_mask)
+            return past.attend(core, q, k, v, seen.key_mask, rotation)
         options = {"key_mask": seen.key_mask, "is_causal": causal, "dropout": dropout}
+        options["rotation"] = rotation
         return cores.attend(core, q, k, v, **options, is_cross=cores.is_cross(module))
 
     lesson = getattr(core, "lesson", None)
@@ -143,9 +146,9 @@ def attention_forward(
     options = {"key_mask": seen.key_mask, "is_causal": causal, "scale": scale}
     out = softmax_attention(query, key, value, **options)
     query_mask = None if seen.key_mask is None else seen.key_mask[:, -query.shape[2] :]
-    call = Call(query, key, value, out, seen.key_mask, query_mask, causal, scale)
+    call = Call(query, key, value, out, seen.key_mask, query_mask, causal, scale, rotation)
     if calibration is not None:
-        _measure(calibration, core, query, key, value, seen.key_mask, causal)
+        _measure(calibration, core, query, key, value, seen.key_mask, causal, rotation)
     lesson.compare(core, answer, call)
     return out.transpose(1, 2), None
 
@@ -188,6 +191,7 @@ def _measure(
     v: Tensor,
     key_mask: Tensor | None,
     is_causal: bool,
+    rotation: Rotation | None,
 ) -> Tensor | None:
     """Let a running calibration see a call; the output if softmax answers meanwhile.
 
@@ -202,7 +206,7 @@ def _measure(
         calibration.check(core)
         return None
     query_mask = None if key_mask is None else key_mask[:, -q.shape[2] :]
-    if not calibration.average.measure(core, q, k, key_mask, query_mask):
+    if not calibration.average.measure(core, q, k, key_mask, query_mask, rotation):
         return None
     options = {"key_mask": key_mask, "is_causal": is_causal}
     return softmax_attention(q, k, v, **options, scale=q.shape[-1] ** -0.5)

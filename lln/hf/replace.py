@@ -17,8 +17,10 @@ from lln.hf import cores
 from lln.hf.cache import use_states
 from lln.hf.positions import follow_padding, owner_of
 from lln.hf.register import MIXED, implementation_name, register
+from lln.hf.rotation import check_rotation, follow_rotation
 from lln.hf.swapped_attention import SwappedAttention
 from lln.moments import MomentFit
+from lln.nn import LLNAttention
 
 # In config.json: no such implementation exists, so that a plain from_pretrained stops there instead
 # of running softmax. `from_pretrained(folder, attn_implementation="sdpa")` asks for that openly.
@@ -54,6 +56,7 @@ class Replacement:
     Attributes:
         layers: Numbers of the attention layers that were changed.
         softmax_heads: Heads of these layers that keep softmax.
+        before_rotation: Whether feature maps see queries and keys before their rotation.
         parameters_before, parameters_after: Of the whole model.
     """
 
@@ -67,6 +70,7 @@ class Replacement:
     originals: dict[str, nn.Module] = dataclasses.field(default_factory=dict, repr=False)
     active: bool = True
     softmax_heads: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    before_rotation: bool = False
 
     def __call__(self) -> None:
         """Undo: the layers attend as before, bit for bit; a second call does nothing."""
@@ -141,6 +145,7 @@ def replace(
     layers: Iterable[int] | str | None = None,
     max_length: int | None = None,
     quiet: bool = False,
+    before_rotation: bool = False,
     **options: Any,
 ) -> Replacement:
     """Let a model's self-attention layers use LLN or any mechanism of the zoo; returns the undo.
@@ -157,6 +162,12 @@ def replace(
             ModernBERT. Call again for other layers to mix mechanisms.
         max_length: Longest input of mechanisms with weights of that size; from the config.
         quiet: Do not print the parameter counts.
+        before_rotation: In models with rotary positions, let the feature maps of LLN see queries
+            and keys before these are applied; near keys are compared by the rotated ones as ever.
+            Far keys then count by what they are and not by where, so that nothing the maps learn
+            holds for some positions only. Needs a ``feature_map`` and no ``center_keys``; with
+            caches of ``generate``'s own making. σ_q and σ_k stay those of the rotated ones, which
+            differ by the mean of all coordinates alone; γ is measured with what the maps see.
         options: Those of the mechanism, see ``lln.describe(attention).defaults``. For LLN
             ``statistics`` is "sample" in bidirectional layers and "fixed" in causal ones, which
             :func:`lln.hf.calibrate` then sets, unless ``alpha`` and ``beta`` are given. The filter
@@ -184,6 +195,7 @@ def replace(
     before = sum(parameter.numel() for parameter in model.parameters())
     numbers = [number for number, _ in chosen]
     done = Replacement(model, attention, options, numbers, max_length, before)
+    done.before_rotation = before_rotation
     built = {}
     for number, path in chosen:  # all of them first: an error leaves the model as it was
         module = places[path]
@@ -196,6 +208,8 @@ def replace(
             causal=cores.is_causal(module, owner_of(model, path)),
         )
         built[path] = _build(attention, entry, place, module, model, options)
+        if before_rotation:
+            _let_see_before(built[path], attention, module, owner_of(model, path), place)
     for path, new in built.items():
         done.originals[path] = places[path]
         if isinstance(new, SwappedAttention):
@@ -288,6 +302,29 @@ def _build(
     return new.to(device=like.device, dtype=like.dtype).train(module.training)
 
 
+def _let_see_before(
+    new: nn.Module, attention: str, module: nn.Module, owner: nn.Module, place: cores.Place
+) -> None:
+    """Let the feature maps of a new core see queries and keys before their rotation."""
+    if not isinstance(new, LLNAttention):
+        raise ValueError(
+            f"before_rotation=True is for the feature maps of LLN, which {attention!r} does not "
+            "have; choose 'lln_nearfar', or leave it out"
+        )
+    if new.features is None:
+        raise ValueError(
+            "before_rotation=True is for feature maps, and feature_map='identity' has none; give "
+            "feature_map='learned', or leave it out"
+        )
+    if new.center is not None:
+        raise ValueError(
+            "before_rotation=True with center_keys=True: near keys are rotated and far ones are "
+            "not, so that no mean can be taken from both; give center_keys=False"
+        )
+    check_rotation(module, owner, place.name)
+    new.features.before_rotation = True
+
+
 def _own_config(model: PreTrainedModel) -> None:
     """A copy of the config for this model alone: others made from the same object keep theirs."""
     if "_lln_replacements" in model.__dict__:
@@ -318,6 +355,7 @@ def _announce(model: Any) -> None:
         )
     record(model)
     follow_padding(model, names)
+    follow_rotation(model, names)
     for part in model.modules():  # of composite models several can generate
         part.__dict__.pop(PREPARE, None)
         if replacements and hasattr(type(part), PREPARE):
@@ -337,6 +375,7 @@ def record(model: Any) -> None:
             "layers": done.layers,
             "max_length": done.max_length,
             "options": to_json(done.options),
+            **({"before_rotation": True} if done.before_rotation else {}),
             **_kept_in_json(done),
         }
         for done in replacements

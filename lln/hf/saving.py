@@ -62,6 +62,7 @@ def load(
                     layers=record["layers"],
                     max_length=record["max_length"],
                     quiet=True,
+                    before_rotation=record.get("before_rotation", False),
                     **from_json(record["options"]),
                 )
                 kept = record.get("softmax_heads", {})

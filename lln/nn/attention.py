@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lln.moments import MomentFit
 from lln.nn.draw import Draw, keep_mask, kept_diagonals
-from lln.nn.feature_maps import LOG_FEATURES, FeatureMap, check_feature_map
+from lln.nn.feature_maps import LOG_FEATURES, FeatureMap, Unrotate, check_feature_map
 from lln.nn.levels import KeyCenter, Level
 from lln.nn.statistics import CAUSAL_NEEDS_STORED_STATISTICS, Matching, choose_statistics
 from lln.ops.arguments import autocast, check_mask, check_qkv, hide
@@ -318,8 +318,13 @@ class LLNAttention(nn.Module):
         query_mask: Bool[Tensor, "B N"] | None = None,
         is_causal: bool = False,
         dropout: float | None = None,
+        unrotate: Unrotate | None = None,
     ) -> Draw:
-        """Take the statistics of one forward pass and draw its dropout masks."""
+        """Take the statistics of one forward pass and draw its dropout masks.
+
+        ``unrotate`` serves feature maps that see q and k before rotary positions are applied; σ of
+        q and k is that of the rotated ones, which differs by the mean of all coordinates alone.
+        """
         batch, dtype = q.shape[0], compute_dtype(q, k)
         masks = {"key_mask": key_mask, "query_mask": query_mask}
         ordered = is_causal or self.causal_queries
@@ -333,7 +338,8 @@ class LLNAttention(nn.Module):
         )
         gamma = None
         if self.level is not None:
-            options = {"is_causal": is_causal, "is_ordered": ordered, **self._far(q, k), **masks}
+            options = {"is_causal": is_causal, "is_ordered": ordered, **masks}
+            options |= self._far(q, k, unrotate)
             gamma = self.level(q, k, alpha=alpha, beta=beta, **options)
         dropout = self.dropout if dropout is None else dropout
         dropout = dropout if self.training else 0.0
@@ -349,15 +355,19 @@ class LLNAttention(nn.Module):
             diag_kept=kept_diagonals(q, self.diag_dropout if self.training else 0.0),
             slot_dropout=keep_mask(q, self.slots, dropout),
             probability_dropout=keep_mask(q, columns, dropout),
+            unrotate=unrotate,
         )
 
     def decoding_inputs(
-        self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv N D"]
+        self,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B Hkv M D"],
+        unrotate: Unrotate | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, and what LLN sees of queries and keys, as causal evaluation uses them."""
         if self.center is not None:
             k = k - self.center(k, None, is_causal=True)
-        return k, *self.far_inputs(q, k)
+        return k, *self.far_inputs(q, k, unrotate)
 
     def stored_level(self) -> Float[Tensor, " H"]:
         """γ as evaluation uses it; only with ``mix="joint"`` and stored statistics."""
@@ -366,15 +376,19 @@ class LLNAttention(nn.Module):
         return self.level.shifted(self.level.stored.value[0])
 
     def far_inputs(
-        self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv M D"]
+        self,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B Hkv M D"],
+        unrotate: Unrotate | None = None,
     ) -> tuple[Float[Tensor, "B H N S"], Float[Tensor, "B Hkv M S"]]:
         """What the LLN branch sees of queries and (centred) keys."""
-        return (q, k) if self.features is None else self.features(q, k)
+        return (q, k) if self.features is None else self.features(q, k, unrotate)
 
-    def _far(self, q: Tensor, k: Tensor) -> dict[str, Tensor]:
+    def _far(self, q: Tensor, k: Tensor, unrotate: Unrotate | None = None) -> dict[str, Tensor]:
         """What LLN sees instead of q and k, as arguments of the ops; empty if nothing."""
-        names = ("q_far", "k_far")
-        return {} if self.features is None else dict(zip(names, self.features(q, k), strict=True))
+        if self.features is None:
+            return {}
+        return dict(zip(("q_far", "k_far"), self.features(q, k, unrotate), strict=True))
 
     def attend(
         self,
@@ -423,7 +437,7 @@ class LLNAttention(nn.Module):
         }
         shared = {"key_mask": draw.key_mask, "impl": impl or self.impl}
         op = causal if draw.is_causal else bidirectional
-        far = self._far(q, k)
+        far = self._far(q, k, draw.unrotate)
         seen = far.get("q_far", q), far.get("k_far", k)
         if self.local is None:
             return op(*seen, v, **linear, **shared)

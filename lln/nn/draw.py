@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lln.nn.feature_maps import Unrotate
 from lln.protocols import compute_dtype
 
 
@@ -30,6 +31,7 @@ class Draw:
     diag_kept: Bool[Tensor, " B"] | None
     slot_dropout: Float[Tensor, "B H N S"] | None
     probability_dropout: Float[Tensor, "B H N W"] | None
+    unrotate: Unrotate | None = None
 
 
 def kept_diagonals(q: Tensor, dropped: float) -> Tensor | None:

@@ -44,6 +44,8 @@ LOG_FEATURES: dict[str, Callable[[Tensor], Tensor]] = {
     "elu": _log_elu,
 }
 FEATURE_MAPS = ("identity", "signs", "rotations", "learned", *LOG_FEATURES)
+#: Takes q and k, returns both as they were before rotary positions were applied.
+Unrotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class FeatureMap(nn.Module):
@@ -64,9 +66,16 @@ class FeatureMap(nn.Module):
             number for "learned" and "t2r".
         seed: Of the rotations: the same in every process.
 
+    Attributes:
+        before_rotation: Whether the maps see queries and keys before rotary positions are applied,
+            which whoever rotated them takes back in each call; see :func:`lln.hf.replace`. No part
+            of the state dict.
+
     Numerics: logarithms of features are taken in float32 or wider, then rounded to the dtype of the
     input.
     """
+
+    before_rotation: bool = False
 
     def __init__(
         self,
@@ -119,9 +128,20 @@ class FeatureMap(nn.Module):
         return (self.map, self.map) if "map" in self._buffers else (self.q_map, self.k_map)
 
     def forward(
-        self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv M D"]
+        self,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B Hkv M D"],
+        unrotate: Unrotate | None = None,
     ) -> tuple[Float[Tensor, "B H N S"], Float[Tensor, "B Hkv M S"]]:
         """The exponents of queries and keys, in their dtype."""
+        if self.before_rotation:
+            if unrotate is None:
+                raise ValueError(
+                    "before_rotation=True: the feature maps see queries and keys before rotary "
+                    "positions are applied, which only the model around them can take back; call "
+                    "the model, not its attention core"
+                )
+            q, k = unrotate(q, k)
         q_map, k_map = self._maps() or (None, None)
         return self._of(q, q_map, self.bias), self._of(k, k_map, self.k_bias)
 

@@ -32,7 +32,7 @@ def row_weights(
     if draw.center is not None:
         k = k - draw.center
     k = hide(k, draw.key_mask)  # what hidden keys hold may not be finite
-    q_far, k_far = core.far_inputs(q, k)
+    q_far, k_far = core.far_inputs(q, k, draw.unrotate)
     k, k_far, beta = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, k_far, draw.beta))
     queries = take_rows(q_far, index).to(dtype) * draw.alpha[..., None, None]
     features = k_far * beta[..., None, None]

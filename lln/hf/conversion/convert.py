@@ -120,7 +120,8 @@ def convert(
             sequence, which may be made as it is read: ``batches[i]`` is asked for once per use and
             must be the same each time. Used in order, and again from the start if they run out.
         attention, options: See :func:`lln.hf.replace`; by default near/far attention with learned
-            slots, ``ENCODER`` or ``DECODER`` by the model. Given options change single ones.
+            slots, ``ENCODER`` or ``DECODER`` by the model. Given options change single ones;
+            ``before_rotation=True`` leaves ``center_keys`` out.
         calibration: Number of first batches from which α, β and γ are measured.
         transfer_steps, transfer_options: Updates, and arguments of :func:`lln.hf.transfer`.
         keep: How many of the worst layers keep softmax, by their error; a list of layers; or
@@ -155,6 +156,8 @@ def convert(
     chosen = options
     if attention == "lln_nearfar":
         chosen = {**usual_options(model, (options or {}).get("feature_map")), **(options or {})}
+        if chosen.get("before_rotation") and "center_keys" not in (options or {}):
+            del chosen["center_keys"]
     teacher = copy_teacher(model) if recover_steps else None
     held = list(Cycle(batches, len(batches) - 4, 4) if held_out is None else held_out)
     stages: list[Row] = []

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from lln.hf.cores import attend
+from lln.hf.rotation import Rotation, sees_before
 from lln.hf.softmax import softmax_attention
 
 
@@ -49,8 +51,12 @@ def time_of_layer(core: Any, length: int, *, repeats: int = 3) -> tuple[float, f
         for count in (heads, keys, keys)
     )
     causal = bool(core.causal)
+    rotation = None
+    if sees_before(core):
+        ones = q.new_ones(1, length, core.key_dim)
+        rotation = Rotation(ones, 0 * ones, lambda q, k, cos, sin: (q * cos + q.flip(-1) * sin, k))
     runs = (
-        lambda: core.attend_in_model(q, k, v, None, None, is_causal=causal),
+        lambda: attend(core, q, k, v, key_mask=None, is_causal=causal, rotation=rotation),
         lambda: softmax_attention(
             q, k, v, key_mask=None, is_causal=causal, scale=q.shape[3] ** -0.5
         ),

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lln.hf.rotation import Rotation
 from lln.hf.softmax import softmax_heads_of
 from lln.moments.rows import fields_of_rows, spaced_rows, take_rows
 from lln.nn import LLNAttention
@@ -26,6 +27,7 @@ class Call:
     Attributes:
         key_mask, query_mask: True at real tokens.
         scale: Of q·k in softmax.
+        rotation: For feature maps that see q and k before it.
     """
 
     q: Float[Tensor, "B H N D"]
@@ -36,6 +38,7 @@ class Call:
     query_mask: Bool[Tensor, "B N"] | None
     is_causal: bool
     scale: float
+    rotation: Rotation | None = None
 
 
 @dataclass
@@ -75,7 +78,8 @@ class Lesson:
         q, k, v = (x.detach().float() for x in (call.q, call.k, call.v))
         masks = {"key_mask": call.key_mask, "query_mask": call.query_mask}
         index = spaced_rows(q.shape[2], self.rows, call.query_mask, q.device, self.generator)
-        draw = core.draw(q, k, **masks, is_causal=call.is_causal, dropout=0.0)
+        options = {"is_causal": call.is_causal, "unrotate": call.rotation, "dropout": 0.0}
+        draw = core.draw(q, k, **masks, **options)
         p = row_weights(core, q, k, index, draw)
         goal = softmax_rows(q, k, index, call) if self.weights or heads else None
         if heads and goal is not None:  # they answer with softmax, and have nothing to learn
