@@ -118,7 +118,8 @@ def hand_on(
     angles = {**dict(zip(names, args, strict=False)), **kwargs}.get("position_embeddings")
     if angles is None:
         return None
-    return args, {**kwargs, HANDED_ON: Rotation(*angles, apply)}
+    cos, sin = angles
+    return args, {**kwargs, HANDED_ON: Rotation(cos, sin, apply)}
 
 
 def _function(layer: nn.Module) -> Any:

@@ -254,7 +254,7 @@ class LLNAttention(nn.Module):
         dropout: float | None = None,
     ) -> Float[Tensor, "B H N E"]:
         """Attend as :meth:`forward` does, on inputs that a model has checked, as it says."""
-        masks = {"key_mask": key_mask, "query_mask": query_mask}
+        masks: dict[str, Any] = {"key_mask": key_mask, "query_mask": query_mask}
         draw = self.draw(q, k, **masks, is_causal=is_causal, dropout=dropout)
         return self.attend(q, k, v, draw)
 

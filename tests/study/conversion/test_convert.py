@@ -113,6 +113,16 @@ def test_the_report_has_the_numbers_of_the_file(converted, family):
     assert "http://" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
 
 
+def test_maps_that_see_what_there_was_before_rotation(place):
+    out = place / "llama-before"
+    done = command(place, "llama", out, "--set", "before_rotation=true")
+    assert done.exit_code == 0, done.output
+    found = read(out)
+    assert found["options"]["before_rotation"] and "center_keys" not in found["options"]
+    core = lln.hf.load(out, hf.AutoModelForCausalLM).model.layers[1].self_attn.lln
+    assert core.features.before_rotation
+
+
 def test_an_encoder_is_judged_by_its_embeddings(converted):
     found = read(converted["bert"][0])
     first, last = found["stages"][0], found["stages"][-1]
