@@ -169,7 +169,7 @@ def encoder_batches(
     if not found:
         raise ValueError(
             f"no text fills {fill:.0%} of length={length} tokens, the longest has {longest}; pass "
-            "longer texts, or a smaller length or fill"
+            "longer texts, or a smaller length"
         )
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     return Batches(found[:limit], batch_size, pad, seed)

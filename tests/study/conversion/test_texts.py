@@ -95,7 +95,9 @@ def test_pieces_hold_the_whole_article():
     assert inside.tolist() == tokenizer(given[0], add_special_tokens=False)["input_ids"]
     full = texts.encoder_batches(tokenizer, given, 10, fill=0.9, **options)
     assert [len(ids) for ids in full.sequences] == [10, 10]
-    with pytest.raises(ValueError, match=r"no text fills 90% of length=50 .* longest has 22"):
+    with pytest.raises(
+        ValueError, match=r"no text fills 90% of length=50 .* longest has 22; .* length$"
+    ):
         texts.encoder_batches(tokenizer, given, 50, fill=0.9, **options)
 
 
