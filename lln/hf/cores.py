@@ -202,6 +202,11 @@ def check_options(attention: str, options: dict[str, Any]) -> None:
 def build(attention: str, place: Place, **options: Any) -> Any:
     """Make the core of a mechanism for one layer."""
     check_options(attention, options)
+    if place.causal_queries and options.get("calibrate"):
+        raise ValueError(
+            f"calibrate=True cannot serve {place.name}, cross-attention: it measures over all "
+            "queries, so that in a decoder each would see the ones after it; leave calibrate out"
+        )
     if zoo.describe(attention).measures:
         return _build_measuring(attention, place, options)
     return create(attention, place, place.num_heads * place.head_dim, **options).core

@@ -9,6 +9,7 @@ import torch
 import transformers as hf
 
 import lln
+from lln.hf import cores
 from tests.hf.tiny import ENDLESS, VOCABULARY, text
 
 SIZES = {
@@ -61,3 +62,13 @@ def test_as_a_registered_implementation(options):
     """Cross-attention is LLN as well there; in training it must not measure its queries."""
     lln.hf.register()
     assert_no_future(bart("lln", **options).train())
+
+
+@pytest.mark.parametrize("attention", ["elu", "performer", "hedgehog"])
+def test_features_are_not_calibrated_over_the_queries_of_a_decoder(attention):
+    """Equal lengths of source and target are no self-attention."""
+    layer = bart().model.decoder.layers[0].encoder_attn
+    place = cores.place_of(layer, "layer 0")
+    with pytest.raises(ValueError, match=r"calibrate=True cannot serve layer 0, cross-attention"):
+        cores.build(attention, place, calibrate=True)
+    assert cores.build(attention, place) is not None
