@@ -175,8 +175,8 @@ def check_rotation(layer: nn.Module, owner: nn.Module, layer_name: str) -> None:
 def _try(layer: Any, owner: nn.Module) -> str:
     """Compare queries and keys at some positions, rotated back, with those at none."""
     like = next(p for p in layer.parameters() if p.is_floating_point())
-    x = torch.randn(1, 3, layer.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    x = x.to(like)
+    seeded = {"generator": torch.Generator("cpu").manual_seed(0), "device": "cpu"}
+    x = torch.randn(1, 3, layer.config.hidden_size, **seeded).to(like)
     cos, sin = _angles(layer, owner, x, torch.tensor([[1, 5, 60]], device=like.device))
     rotation = Rotation(cos, sin, _function(layer))
     rotated = _queries_and_keys(layer, x, rotation)
