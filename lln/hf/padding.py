@@ -18,8 +18,8 @@ def leading(key_mask: Bool[Tensor, "B M"]) -> Int[Tensor, " B"]:
 
 def from_the_first(key_mask: Bool[Tensor, "B M"]) -> Int[Tensor, "B M"]:
     """An index per sample that turns its tokens: its first real one comes first, padding last."""
-    place = torch.arange(key_mask.shape[1], device=key_mask.device)
-    return (place + leading(key_mask)[:, None]) % len(place)
+    tokens = key_mask.shape[1]  # no len(): it would fix the length of a trace
+    return (torch.arange(tokens, device=key_mask.device) + leading(key_mask)[:, None]) % tokens
 
 
 def take(x: Float[Tensor, "B H T D"], index: Int[Tensor, "B N"]) -> Float[Tensor, "B H N D"]:
