@@ -295,7 +295,8 @@ class LLNAttention(nn.Module):
         self.statistics.calibrate_(q, k, **masks)
         if self.level is not None:
             alpha, beta = (x.expand(len(q), -1) for x in self.scales())
-            options = {"is_causal": self.causal, **self._far(q, k), **masks}
+            far = None if self.features is None else self.features(q, k)
+            options = {"is_causal": self.causal, **_named(far), **masks}
             self.level.calibrate_(q, k, alpha=alpha, beta=beta, **options)
         return self
 
@@ -336,10 +337,10 @@ class LLNAttention(nn.Module):
             x.to(dtype).expand(batch, -1)
             for x in self._learned(*self.statistics(q, k, **masks, is_causal=ordered))
         )
+        far = None if self.features is None else self.features(q, k, unrotate)
         gamma = None
         if self.level is not None:
-            options = {"is_causal": is_causal, "is_ordered": ordered, **masks}
-            options |= self._far(q, k, unrotate)
+            options = {"is_causal": is_causal, "is_ordered": ordered, **masks, **_named(far)}
             gamma = self.level(q, k, alpha=alpha, beta=beta, **options)
         dropout = self.dropout if dropout is None else dropout
         dropout = dropout if self.training else 0.0
@@ -355,7 +356,7 @@ class LLNAttention(nn.Module):
             diag_kept=kept_diagonals(q, self.diag_dropout if self.training else 0.0),
             slot_dropout=keep_mask(q, self.slots, dropout),
             probability_dropout=keep_mask(q, columns, dropout),
-            unrotate=unrotate,
+            far=far,
         )
 
     def decoding_inputs(
@@ -383,12 +384,6 @@ class LLNAttention(nn.Module):
     ) -> tuple[Float[Tensor, "B H N S"], Float[Tensor, "B Hkv M S"]]:
         """What the LLN branch sees of queries and (centred) keys."""
         return (q, k) if self.features is None else self.features(q, k, unrotate)
-
-    def _far(self, q: Tensor, k: Tensor, unrotate: Unrotate | None = None) -> dict[str, Tensor]:
-        """What LLN sees instead of q and k, as arguments of the ops; empty if nothing."""
-        if self.features is None:
-            return {}
-        return dict(zip(("q_far", "k_far"), self.features(q, k, unrotate), strict=True))
 
     def attend(
         self,
@@ -437,7 +432,7 @@ class LLNAttention(nn.Module):
         }
         shared = {"key_mask": draw.key_mask, "impl": impl or self.impl}
         op = causal if draw.is_causal else bidirectional
-        far = self._far(q, k, draw.unrotate)
+        far = _named(draw.far)
         seen = far.get("q_far", q), far.get("k_far", k)
         if self.local is None:
             return op(*seen, v, **linear, **shared)
@@ -519,3 +514,8 @@ class LLNAttention(nn.Module):
         }
         shown = [f"{name}={value!r}" for name, (value, usual) in options.items() if value != usual]
         return ", ".join([str(self.num_heads), str(self.head_dim), *shown])
+
+
+def _named(far: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
+    """What LLN sees instead of q and k, as arguments of the ops; empty if nothing."""
+    return {} if far is None else {"q_far": far[0], "k_far": far[1]}

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lln.nn.feature_maps import Unrotate
 from lln.protocols import compute_dtype
 
 
@@ -31,7 +30,7 @@ class Draw:
     diag_kept: Bool[Tensor, " B"] | None
     slot_dropout: Float[Tensor, "B H N S"] | None
     probability_dropout: Float[Tensor, "B H N W"] | None
-    unrotate: Unrotate | None = None
+    far: tuple[Float[Tensor, "B H N S"], Float[Tensor, "B Hkv M S"]] | None = None
 
 
 def kept_diagonals(q: Tensor, dropped: float) -> Tensor | None:

@@ -31,8 +31,8 @@ def row_weights(
     group = heads // k.shape[1]
     if draw.center is not None:
         k = k - draw.center
-    k = hide(k, draw.key_mask)  # what hidden keys hold may not be finite
-    q_far, k_far = core.far_inputs(q, k, draw.unrotate)
+    q_far, k_far = (q, k) if draw.far is None else draw.far
+    k, k_far = (hide(x, draw.key_mask) for x in (k, k_far))  # what they hold may not be finite
     k, k_far, beta = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, k_far, draw.beta))
     queries = take_rows(q_far, index).to(dtype) * draw.alpha[..., None, None]
     features = k_far * beta[..., None, None]
