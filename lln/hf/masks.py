@@ -5,6 +5,8 @@ back is a tensor that every layer of the model can read, and that still says whe
 
     bool [B, M]             bidirectional, True = may be attended; [B, 0] if nothing is padded
     uint8 [B, M]            causal, 1 = may be attended; [B, 0] likewise
+    int64 [B, 1, N]         packed sequences, bidirectional: the number of each token's sequence
+    int32 [B, 1, N]         packed sequences, causal
     bool [B, 1, N, M]       a mask per query-key pair, refused by a linear layer when it is called
 
 Refusing only there lets models build masks that none of their layers uses.
@@ -21,9 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
     bidirectional_mask_function,
     causal_mask_function,
+    packed_sequence_mask_function,
 )
+
+from lln.hf import packing
 
 HIDDEN_BELOW = -1e4  # of masks that are added to scores: what hides a key, in any dtype
 
@@ -49,10 +55,12 @@ def linear_mask(
     # A static cache has room behind the last token: its queries are not the last positions.
     if is_causal and (isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length):
         return _pairs(batch_size, q_length, kv_length, device)
+    sequences = packing.current(batch_size, q_length, kv_length)
+    if sequences is not None:
+        sequences = sequences.to(torch.int32 if is_causal else torch.int64)
+        return sequences.to(device)[:, None]
     mask = _padding(attention_mask, kv_length, kv_offset)
-    if mask is None:
-        mask = torch.empty(batch_size, 0, dtype=torch.bool, device=device)
-    return mask.to(torch.uint8) if is_causal else mask
+    return padding_code(mask, batch_size, is_causal=is_causal, device=device)
 
 
 def mixed_mask(**arguments: Any) -> Tensor | None:
@@ -62,8 +70,13 @@ def mixed_mask(**arguments: Any) -> Tensor | None:
     mask = linear_mask(**arguments)
     if mask.dim() != 4:
         return mask
-    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**{**arguments, **skips})
+    built = {**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    sizes = (arguments[name] for name in ("batch_size", "q_length", "kv_length"))
+    sequences = packing.current(*sizes)
+    if sequences is not None:
+        same = packed_sequence_mask_function(sequences.to(arguments.get("device", "cpu")))
+        built["mask_function"] = and_masks(arguments["mask_function"], same)
+    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**built)
 
 
 def _adds_bias(config: Any) -> bool:
@@ -110,6 +123,24 @@ def read_mask(mask: Tensor | None, keys: int) -> Visible:
         return Visible(None, None)
     all_real = mask.shape[1] == 0 and keys > 0
     return Visible(None if all_real else mask.to(torch.bool), mask.dtype == torch.uint8)
+
+
+def packed(mask: Tensor | None) -> tuple[Tensor, bool] | None:
+    """The sequence numbers ``[B, N]`` of a packed batch and whether it is causal, if it is one."""
+    if mask is None or mask.dim() != 3:
+        return None
+    known = getattr(mask, "_lln_sequences", None)
+    if known is None:
+        known = mask[:, 0]
+        mask._lln_sequences = known  # pyright: ignore[reportAttributeAccessIssue]
+    return known, mask.dtype == torch.int32
+
+
+def padding_code(real: Tensor | None, rows: int, *, is_causal: bool, device: Any) -> Tensor:
+    """A mask as :func:`linear_mask` makes it, from a bool mask or None."""
+    if real is None:
+        real = torch.empty(rows, 0, dtype=torch.bool, device=device)
+    return real.to(torch.uint8) if is_causal else real
 
 
 def one_row(mask: Tensor, queries: int) -> Tensor:

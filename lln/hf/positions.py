@@ -17,6 +17,7 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lln.hf import packing
 from lln.hf.masks import may_look, one_row, starts_late
 from lln.hf.padding import leading
 
@@ -50,9 +51,10 @@ def owner_of(model: nn.Module, path: str) -> nn.Module:
 def follow_padding(model: nn.Module, paths: Iterable[str]) -> None:
     """Let those who call the layers at these paths complete their inputs; nobody else any more."""
     for part in model.modules():
-        handle = part.__dict__.pop("_lln_inputs", None)
-        if handle is not None:
-            handle.remove()
+        for name in ("_lln_inputs", "_lln_end"):
+            handle = part.__dict__.pop(name, None)
+            if handle is not None:
+                handle.remove()
     needs: dict[nn.Module, dict[str, bool]] = {}
     for path in paths:
         layer, owner = model.get_submodule(path), owner_of(model, path)
@@ -66,6 +68,7 @@ def follow_padding(model: nn.Module, paths: Iterable[str]) -> None:
     for owner, need in needs.items():
         hook = functools.partial(complete_inputs, _parameters(type(owner)), need)
         owner.__dict__["_lln_inputs"] = owner.register_forward_pre_hook(hook, with_kwargs=True)
+        owner.__dict__["_lln_end"] = owner.register_forward_hook(packing.end, always_call=True)
 
 
 def complete_inputs(
@@ -75,17 +78,83 @@ def complete_inputs(
     args: tuple,
     kwargs: dict[str, Any],
 ) -> tuple[tuple, dict[str, Any]] | None:
-    """Positions, and a mask while a compiler traces, where the caller of a model gave none."""
+    """Positions, and a mask of packed sequences or of a trace, where the caller gave none."""
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    found = {}
-    if given.get("position_ids") is not None:
-        return None
-    if given.get("attention_mask") is None:
-        if need["causal"] and torch.compiler.is_compiling():
-            found = _mask_of_a_trace(given)
-    elif need["rotary"]:
-        found = _positions(given)
+    found = _packed(names, need, owner, given)
+    if not found and given.get("position_ids") is None:
+        if given.get("attention_mask") is None:
+            if need["causal"] and torch.compiler.is_compiling():
+                found = _mask_of_a_trace(given)
+        elif need["rotary"]:
+            found = _positions(given)
     return ((), {**given, **found}) if found else None
+
+
+def _packed(
+    names: tuple[str, ...], need: dict[str, bool], owner: nn.Module, given: dict[str, Any]
+) -> dict[str, Any]:
+    """Announce packed sequences to the masks of this call; returns what else the call needs.
+
+    A mask of ones keeps transformers from making one per query-key pair of its own.
+    """
+    tokens, mask, positions = (
+        _tokens(given),
+        given.get("attention_mask"),
+        given.get("position_ids"),
+    )
+    if tokens is None:
+        return {}
+    name, rows, length = type(owner).__name__, *tokens.shape[:2]
+    found: dict[str, Any] = {}
+    sequences = packing.from_lengths(given, rows, length)
+    if sequences is not None:
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and mask.all()):
+            raise ValueError(
+                f"{name} got packed sequences, cu_seq_lens_q, and an attention_mask that hides "
+                "tokens; leave the mask out, and the padding"
+            )
+        if positions is None:
+            found["position_ids"] = _from_each_start(name, need, sequences).to(tokens.device)
+    elif positions is not None and mask is None and positions.dim() == 2:
+        if torch.compiler.is_compiling():
+            return _unseen(name, need)
+        sequences = packing.from_positions(positions, is_causal=need["causal"])
+    if sequences is None:
+        return {}
+    if given.get("use_cache") or given.get("past_key_values") is not None:
+        raise ValueError(
+            f"{name} got packed sequences and a cache: what comes next could belong to any of "
+            "them; pass use_cache=False and no past_key_values, or one sequence a row"
+        )
+    if given.get("encoder_hidden_states") is not None:
+        raise ValueError(
+            f"{name} got packed sequences and encoder_hidden_states: no token would know which of "
+            "them belong to it; pad instead of packing"
+        )
+    packing.begin(owner, sequences.expand(rows, -1))
+    found["attention_mask"] = torch.ones(rows, length, dtype=torch.bool, device=tokens.device)
+    return {**found, "use_cache": False} if "use_cache" in names else found
+
+
+def _from_each_start(name: str, need: dict[str, bool], sequences: Tensor) -> Tensor:
+    """Rotary positions that start again with each sequence; others start where a model says."""
+    if not need["rotary"]:
+        raise ValueError(
+            f"{name} got packed sequences, cu_seq_lens_q, without position_ids, and would count on "
+            "from one to the next; pass position_ids that start again with each"
+        )
+    place = torch.arange(sequences.shape[1], device=sequences.device)
+    return (place - torch.searchsorted(sequences[0], sequences[0]))[None]
+
+
+def _unseen(name: str, need: dict[str, bool]) -> dict[str, Any]:
+    """Raise in an encoder: the masks of a decoder say the same in its layers."""
+    if need["causal"]:
+        return {}
+    raise ValueError(
+        f"{name} is compiled and got position_ids without attention_mask: nobody can see whether "
+        "they start again, as packed sequences do; pass a mask of ones if they do not"
+    )
 
 
 def _mask_of_a_trace(given: dict[str, Any]) -> dict[str, Tensor]:

@@ -15,8 +15,17 @@ from lln.hf import cores
 from lln.hf.cache import StateLayer, state_layer
 from lln.hf.conversion.lessons import Call
 from lln.hf.cores import Calibration, calibration_of
-from lln.hf.masks import Visible, linear_mask, mixed_mask, one_row, read_mask
-from lln.hf.positions import RELATIVE, check_positions
+from lln.hf.masks import (
+    Visible,
+    linear_mask,
+    mixed_mask,
+    one_row,
+    packed,
+    padding_code,
+    read_mask,
+)
+from lln.hf.packing import LENGTHS, Groups, from_lengths, from_positions, take_heads, take_tokens
+from lln.hf.positions import RELATIVE, check_positions, is_rotary
 from lln.hf.rotation import HANDED_ON, Rotation, rotation_of
 from lln.hf.softmax import pair_mask, softmax_attention
 
@@ -30,8 +39,6 @@ REFUSED = {
     "position_bias": "a bias per query-key pair",
     "indices": "chosen keys for every query",
     "block_indices": "chosen blocks of keys for every query",
-    "cu_seq_lens_q": "packed sequences",
-    "cu_seq_lens_k": "packed sequences",
     "cache": "a paged cache",
     "block_table": "a paged cache",
 }
@@ -42,6 +49,7 @@ HARMLESS = {
     *("query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal"),
     *("position_ids", "use_cache", "output_attentions"),
     *("max_length_q", "max_length_k", "deterministic"),  # of flash attention's kernels
+    *LENGTHS,  # of packed sequences, which are taken apart first
 }
 
 
@@ -93,6 +101,10 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """One layer's attention, called by transformers: q, k, v ``[B, H, N, D] -> [B, N, H, E]``."""
     core = core_of(module, attention)
+    found = _sequences(module, core, query, key, attention_mask, is_causal, others)
+    if found is not None:
+        options = {"dropout": dropout, "scaling": scaling}
+        return _one_by_one(attention, module, core, query, key, value, *found, options, others)
     if core is None:
         _state_of(module, None, key)
         _refuse(type(module).__name__, others, LEFT_OUT_BY_SDPA)
@@ -107,8 +119,9 @@ def attention_forward(
         raise ValueError(
             f"{layer_name} got a mask per query-key pair, attention_mask {shape}, which no "
             "linear attention can apply: a 4-D mask, a bias of relative positions, packed "
-            "sequences (position_ids that start again, or in a compiled model position_ids without "
-            "a mask), a sliding or chunked window, a prefix, or a static cache. Pass a 2-D padding "
+            "sequences that lln.hf.replace was not told of (position_ids that start again in a "
+            "model chosen by attn_implementation=, that jump, or without a mask in a compiled "
+            "model), a sliding or chunked window, a prefix, or a static cache. Pass a 2-D padding "
             "mask, switch the bias off in the config, pad instead of packing, use the default "
             'cache, or keep softmax there with lln.hf.replace(..., layers="global"), which leaves '
             "windows alone"
@@ -153,12 +166,107 @@ def attention_forward(
     return out.transpose(1, 2), None
 
 
+def _sequences(
+    module: nn.Module,
+    core: nn.Module | None,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    told: bool | None,
+    others: dict[str, Any],
+) -> tuple[Tensor, bool] | None:
+    """The number of each token's sequence and whether the call is causal, if it is packed."""
+    found = packed(mask)
+    if found is None:
+        sequences = from_lengths(others, query.shape[0], query.shape[2])
+        if sequences is None:
+            return None
+        name = type(module).__name__ if core is None else _name(module, core)
+        seen = None if mask is None or mask.dim() != 2 else read_mask(mask, key.shape[2])
+        if (mask is not None and seen is None) or (seen and seen.key_mask is not None):
+            raise ValueError(
+                f"{name} got packed sequences, cu_seq_lens_q, and a mask; leave attention_mask out"
+            )
+        found = sequences, _is_causal(module, seen or Visible(None, None), told)
+        _check_starts(name, module, others.get("position_ids"), sequences)
+    if cores.is_cross(module) or key.shape[2] != query.shape[2] or state_layer(key) is not None:
+        name = type(module).__name__ if core is None else _name(module, core)
+        raise ValueError(
+            f"{name} got packed sequences and {key.shape[2]} keys for {query.shape[2]} queries: "
+            "they are served in self-attention without a cache; pass use_cache=False, or pad "
+            "instead of packing"
+        )
+    return found
+
+
+def _check_starts(
+    name: str, module: nn.Module, positions: Tensor | None, sequences: Tensor
+) -> None:
+    """Raise where rotary positions go on from one packed sequence to the next."""
+    if positions is None or positions.dim() != 2 or not is_rotary(module):
+        return
+    if from_positions(positions, is_causal=True) is None:
+        raise ValueError(
+            f"{name} rotates queries and keys by their positions, which go on from one packed "
+            "sequence to the next; pass position_ids that start again with each, or use "
+            "lln.hf.replace(model, ...), after which they do"
+        )
+
+
+def _one_by_one(
+    attention: str,
+    module: nn.Module,
+    core: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: Tensor,
+    is_causal: bool,
+    options: dict[str, Any],
+    others: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Attend to packed sequences in padded batches of similar length."""
+    rows, tokens = sequences.shape
+    answers, groups = [], Groups.of(sequences, together=_counts_calls(core))
+    for index, real in groups.parts:
+        mask = padding_code(real, len(index), is_causal=is_causal, device=query.device)
+        answer, _ = attention_forward(
+            attention,
+            module,
+            *(take_heads(x, index) for x in (query, key, value)),
+            mask,
+            **options,
+            is_causal=is_causal,
+            **_of_sequences(others, index, rows, tokens),
+        )
+        answers.append(answer)
+    return groups.join(answers, rows), None
+
+
+def _of_sequences(others: dict[str, Any], index: Tensor, rows: int, tokens: int) -> dict[str, Any]:
+    """What a layer hands on besides q, k and v, for some sequences of a packed batch."""
+    found = {name: value for name, value in others.items() if name not in LENGTHS}
+    rotation, positions = found.get(HANDED_ON), found.get("position_ids")
+    if rotation is not None:
+        found[HANDED_ON] = rotation.of_sequences(index, rows)
+    if positions is not None and positions.dim() == 2 and positions.shape[1] == tokens:
+        found["position_ids"] = take_tokens(positions.expand(rows, -1), index.to(positions.device))
+    return found
+
+
+def _counts_calls(core: Any) -> bool:
+    """Whether a core learns from its calls, so that all sequences must come in one."""
+    calibration = calibration_of(core)
+    running = calibration is not None and calibration.kind == "running" and core.training
+    learning = calibration is not None and calibration.average is not None
+    return running or learning or getattr(core, "lesson", None) is not None
+
+
 def _refuse(layer_name: str, others: dict[str, Any], arguments: tuple[str, ...]) -> None:
     """Raise for arguments that would be left out."""
     for argument in arguments:
         value = others.get(argument)
-        one_sequence = argument.startswith("cu_seq_lens") and value is not None and len(value) <= 2
-        if value is not None and not one_sequence:
+        if value is not None:
             remedy = (
                 "keep the model as it is: softmax layers beside linear ones would leave it out"
                 if argument in LEFT_OUT_BY_SDPA

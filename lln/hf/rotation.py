@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from lln.hf.packing import take_tokens
 from lln.hf.padding import from_the_first, take
 from lln.hf.positions import is_rotary
 from lln.protocols import compute_dtype
@@ -64,6 +65,14 @@ class Rotation:
         index = from_the_first(key_mask)
         cos, sin = (
             take(angle.expand(len(index), -1, -1)[:, None], index.to(angle.device))[:, 0]
+            for angle in (self.cos, self.sin)
+        )
+        return replace(self, cos=cos, sin=sin)
+
+    def of_sequences(self, index: Int[Tensor, "S L"], rows: int) -> Rotation:
+        """Return the same for sequences of a packed batch of so many rows."""
+        cos, sin = (
+            take_tokens(angle.expand(rows, -1, -1), index.to(angle.device))
             for angle in (self.cos, self.sin)
         )
         return replace(self, cos=cos, sin=sin)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lln.hf.cores import Place
-from lln.hf.masks import read_mask, starts_late
+from lln.hf.masks import packed, read_mask, starts_late
+from lln.hf.packing import Groups, from_lengths, take_tokens
 from lln.hf.padding import leading, take
 
 # What output projections are called; BERT's lies outside of the attention module.
@@ -42,6 +43,13 @@ class SwappedAttention(nn.Module):
         x = arguments["hidden_states"]
         self._count(x, arguments.get("past_key_values"))
         mask = arguments.get("attention_mask")
+        found = packed(mask)
+        others = arguments.get("kwargs", {})
+        sequences = found[0] if found else from_lengths(others, *x.shape[:2])
+        if sequences is not None:
+            groups = Groups.of(sequences, together=False)
+            answers = [self.mixer(take_tokens(x, index), real) for index, real in groups.parts]
+            return groups.join(answers, len(x)), None
         if mask is not None and mask.dim() != 2:
             raise ValueError(
                 f"{self.place.name} got a mask per query-key pair, {list(mask.shape)}, which the "

@@ -67,15 +67,6 @@ def test_a_window_in_the_call_is_refused_without_a_mask():
         layer(x, position, sliding_window=4)
 
 
-def test_packed_sequences_are_refused():
-    model = make("llama")
-    lln.hf.replace(model, "lln", **CONSTANTS)
-    ids = text(1, 10)
-    packed = torch.cat([torch.arange(6), torch.arange(4)])[None]
-    with pytest.raises(ValueError, match="packed sequences"):
-        model(input_ids=ids, position_ids=packed, use_cache=False)
-
-
 def test_a_4d_mask_is_refused():
     model = make("llama")
     lln.hf.replace(model, "lln", **CONSTANTS)
