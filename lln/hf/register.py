@@ -21,10 +21,10 @@ from lln.hf.masks import (
     mixed_mask,
     one_row,
     packed,
-    padding_code,
     read_mask,
 )
-from lln.hf.packing import LENGTHS, Groups, from_lengths, from_positions, take_heads, take_tokens
+from lln.hf.one_by_one import one_by_one
+from lln.hf.packing import LENGTHS, from_lengths, from_positions
 from lln.hf.positions import RELATIVE, check_positions, is_rotary
 from lln.hf.rotation import HANDED_ON, Rotation, rotation_of
 from lln.hf.softmax import pair_mask, softmax_attention
@@ -103,8 +103,9 @@ def attention_forward(
     core = core_of(module, attention)
     found = _sequences(module, core, query, key, attention_mask, is_causal, others)
     if found is not None:
-        options = {"dropout": dropout, "scaling": scaling}
-        return _one_by_one(attention, module, core, query, key, value, *found, options, others)
+        attend = partial(attention_forward, attention, module)
+        options = {"dropout": dropout, "scaling": scaling, **others}
+        return one_by_one(attend, core, (query, key, value), *found, options), None
     if core is None:
         _state_of(module, None, key)
         _refuse(type(module).__name__, others, LEFT_OUT_BY_SDPA)
@@ -211,55 +212,6 @@ def _check_starts(
             "sequence to the next; pass position_ids that start again with each, or use "
             "lln.hf.replace(model, ...), after which they do"
         )
-
-
-def _one_by_one(
-    attention: str,
-    module: nn.Module,
-    core: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sequences: Tensor,
-    is_causal: bool,
-    options: dict[str, Any],
-    others: dict[str, Any],
-) -> tuple[Tensor, None]:
-    """Attend to packed sequences in padded batches of similar length."""
-    rows, tokens = sequences.shape
-    answers, groups = [], Groups.of(sequences, together=_counts_calls(core))
-    for index, real in groups.parts:
-        mask = padding_code(real, len(index), is_causal=is_causal, device=query.device)
-        answer, _ = attention_forward(
-            attention,
-            module,
-            *(take_heads(x, index) for x in (query, key, value)),
-            mask,
-            **options,
-            is_causal=is_causal,
-            **_of_sequences(others, index, rows, tokens),
-        )
-        answers.append(answer)
-    return groups.join(answers, rows), None
-
-
-def _of_sequences(others: dict[str, Any], index: Tensor, rows: int, tokens: int) -> dict[str, Any]:
-    """What a layer hands on besides q, k and v, for some sequences of a packed batch."""
-    found = {name: value for name, value in others.items() if name not in LENGTHS}
-    rotation, positions = found.get(HANDED_ON), found.get("position_ids")
-    if rotation is not None:
-        found[HANDED_ON] = rotation.of_sequences(index, rows)
-    if positions is not None and positions.dim() == 2 and positions.shape[1] == tokens:
-        found["position_ids"] = take_tokens(positions.expand(rows, -1), index.to(positions.device))
-    return found
-
-
-def _counts_calls(core: Any) -> bool:
-    """Whether a core learns from its calls, so that all sequences must come in one."""
-    calibration = calibration_of(core)
-    running = calibration is not None and calibration.kind == "running" and core.training
-    learning = calibration is not None and calibration.average is not None
-    return running or learning or getattr(core, "lesson", None) is not None
 
 
 def _refuse(layer_name: str, others: dict[str, Any], arguments: tuple[str, ...]) -> None:
