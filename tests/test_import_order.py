@@ -72,7 +72,7 @@ TRAINING = {"transformers", "safetensors", "tokenizers"}
 THIRD_PARTY: dict[str, set[str]] = {
     **dict.fromkeys(LAYERS, ALWAYS_PRESENT),
     "mechanisms": set(),  # `lln list` reads the table, and does not wait for torch
-    "hf": ALWAYS_PRESENT | {"transformers", "safetensors", "peft"},
+    "hf": ALWAYS_PRESENT | {"transformers", "safetensors", "peft", "sentence_transformers"},
     "study.plots": {"matplotlib"},
     "study.page": {"jinja2", "markupsafe"},
     "study.paper": set(),

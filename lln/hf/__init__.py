@@ -15,6 +15,7 @@ from lln.hf.conversion.transfer import transfer
 from lln.hf.register import register
 from lln.hf.replace import Replacement, replace
 from lln.hf.saving import load
+from lln.hf.sentences import load_sentence_transformer
 
 __all__ = [
     "Conversion",
@@ -23,6 +24,7 @@ __all__ = [
     "calibrate",
     "convert",
     "load",
+    "load_sentence_transformer",
     "recover",
     "register",
     "replace",

@@ -38,7 +38,7 @@ def load(
         >>> model.save_pretrained("roberta-lln")
         >>> model = lln.hf.load("roberta-lln", AutoModelForMaskedLM)
     """
-    _check_safe(folder, options)
+    check_safe(folder, options)
     config = options.pop("config", None) or _config(folder, options)
     records = getattr(config, "lln", None)
     if not records:
@@ -78,7 +78,7 @@ def load(
     return with_attention.from_pretrained(folder, config=config, **{**options, **SAFE})
 
 
-def _check_safe(folder: str | PathLike[str], options: dict[str, Any]) -> None:
+def check_safe(folder: str | PathLike[str], options: dict[str, Any]) -> None:
     """Refuse what would run code of the folder, before anything of it is read."""
     for name, value in SAFE.items():
         if options.get(name, value) not in (value, None):
