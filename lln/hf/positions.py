@@ -116,7 +116,7 @@ def _packed(
         if positions is None:
             found["position_ids"] = _from_each_start(name, need, sequences).to(tokens.device)
     elif positions is not None and mask is None and positions.dim() == 2:
-        if torch.compiler.is_compiling():
+        if not may_look(positions):
             return _unseen(name, need)
         sequences = packing.from_positions(positions, is_causal=need["causal"])
     if sequences is None:
@@ -152,8 +152,8 @@ def _unseen(name: str, need: dict[str, bool]) -> dict[str, Any]:
     if need["causal"]:
         return {}
     raise ValueError(
-        f"{name} is compiled and got position_ids without attention_mask: nobody can see whether "
-        "they start again, as packed sequences do; pass a mask of ones if they do not"
+        f"{name} is compiled or recorded and got position_ids without attention_mask: nobody can "
+        "see whether they start again, as packed sequences do; pass a mask of ones if they do not"
     )
 
 

@@ -188,7 +188,7 @@ def _sequences(
             raise ValueError(
                 f"{name} got packed sequences, cu_seq_lens_q, and a mask; leave attention_mask out"
             )
-        found = sequences, _is_causal(module, seen or Visible(None, None), told)
+        found = sequences.to(query.device), _is_causal(module, seen or Visible(None, None), told)
         _check_starts(name, module, others.get("position_ids"), sequences)
     if cores.is_cross(module) or key.shape[2] != query.shape[2] or state_layer(key) is not None:
         name = type(module).__name__ if core is None else _name(module, core)

@@ -47,7 +47,7 @@ class SwappedAttention(nn.Module):
         others = arguments.get("kwargs", {})
         sequences = found[0] if found else from_lengths(others, *x.shape[:2])
         if sequences is not None:
-            groups = Groups.of(sequences, together=False)
+            groups = Groups.of(sequences.to(x.device), together=False)
             answers = [self.mixer(take_tokens(x, index), real) for index, real in groups.parts]
             return groups.join(answers, len(x)), None
         if mask is not None and mask.dim() != 2:

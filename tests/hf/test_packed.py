@@ -10,6 +10,7 @@ import transformers as hf
 
 import lln.hf
 from lln import zoo
+from lln.instruments.recording.recorder import attention_calls
 from tests.hf.test_families import WINDOWS, model_of
 from tests.hf.test_masks import sliding
 from tests.hf.tiny import DECODERS, ENCODERS, TEXT, make, padded, run, text
@@ -266,6 +267,22 @@ def test_gradient_checkpoints(setting):
     close(*found)
 
 
+def test_instruments_see_the_sequences_apart():
+    """Under LLN each sequence is a sample; where nothing inside is known, as a mask of pairs."""
+    ids = texts((6, 5))
+    model = replaced("bert", "lln")
+    with attention_calls(model, samples=2) as calls:
+        run(model, **pack(ids))
+    assert [list(call.q.shape[:3]) for call in calls] == [[2, 4, 6]] * 2
+    model = make("bert")
+    lln.hf.replace(model, "relu", quiet=True)
+    with attention_calls(model) as calls:
+        run(model, **pack(ids))
+    visible = calls[0].bias == 0
+    assert visible.shape[-2:] == (11, 11)
+    assert torch.equal(visible[0, 0], torch.block_diag(torch.ones(6, 6), torch.ones(5, 5)).bool())
+
+
 class TestRefused:
     def test_a_cache(self):
         model, batch = replaced("llama"), pack(texts())
@@ -319,7 +336,7 @@ class TestRefused:
         ids = texts()
         bert, llama = replaced("bert"), replaced("llama")
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-        with pytest.raises(ValueError, match=r"BertModel is compiled.*a mask of ones"):
+        with pytest.raises(ValueError, match=r"BertModel is compiled or recorded.*a mask of ones"):
             run(bert, **pack(ids))
         with pytest.raises(ValueError, match="in a compiled model"):
             run(llama, input_ids=torch.cat(ids, 1), **lengths_of(ids))

@@ -390,11 +390,15 @@ def _record_interface(
 ) -> None:
     """Record softmax of transformers: eager hides by its mask, flash by padding [B, M] and a flag.
 
-    A mask [B, 0] is that of :mod:`lln.hf` where nothing is padded.
+    A mask [B, 0] is that of :mod:`lln.hf` where nothing is padded; one [B, 1, N] has the numbers of
+    packed sequences, int32 where they are causal.
     """
     eager, flash = name.endswith("eager"), "flash" in name
     if isinstance(mask, Tensor) and mask.dim() == 2:
         mask = (mask != 0)[:, None, None] if mask.shape[1] else None
+    elif isinstance(mask, Tensor) and mask.dim() == 3 and not mask.is_floating_point():
+        same = mask[:, :, :, None] == mask[:, :, None]
+        mask = same.tril() if mask.dtype == torch.int32 else same
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", False) if causal is None else causal
     window = options.get("sliding_window")
