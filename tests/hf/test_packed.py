@@ -290,6 +290,12 @@ class TestRefused:
             with pytest.raises(ValueError, match=r"packed sequences and a cache.*use_cache=False"):
                 run(model, **batch, **extra)
 
+    def test_tokens_of_an_encoder(self):
+        model = make("bert", head="AutoModel", is_decoder=True, add_cross_attention=True)
+        lln.hf.replace(model, "lln", quiet=True, **CONSTANTS)
+        with pytest.raises(ValueError, match="packed sequences and encoder_hidden_states"):
+            run(model, **pack(texts()), encoder_hidden_states=torch.randn(1, 5, 32))
+
     def test_padding_beside_lengths(self):
         ids = texts()
         batch = {**pack(ids), **lengths_of(ids)}
