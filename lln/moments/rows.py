@@ -30,7 +30,7 @@ def spaced_rows(
 
 def take_rows(x: Float[Tensor, "B H N D"], index: Int[Tensor, "#B r"]) -> Float[Tensor, "B H r D"]:
     """The rows ``index`` of every head."""
-    chosen = index[:, None, :, None].expand(len(x), x.shape[1], -1, x.shape[3])
+    chosen = index[:, None, :, None].expand(x.shape[0], x.shape[1], -1, x.shape[3])
     return x.gather(2, chosen)
 
 

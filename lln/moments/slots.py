@@ -12,6 +12,7 @@ import functools
 import itertools
 import json
 import math
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -73,20 +74,20 @@ def _interpolated(row: tuple[float, ...], variance: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=256)
 def _row(family: str, head_dim: int, slots: int) -> tuple[float, ...]:
     """The factors at every tabulated variance, for one size."""
-    table = torch.tensor(
-        _table()[family], dtype=torch.float64
-    )  # [multiples, head sizes, variances]
-    table = _between(table, [math.log(m) for m in MULTIPLES], math.log(slots / head_dim))
-    table = _between(table, [math.log(d) for d in HEAD_DIMS], math.log(head_dim))
-    return tuple(table.tolist())
+    # Numbers, not tensors: what torch.export traces must not be kept for the next call.
+    multiples = [math.log(m) for m in MULTIPLES], math.log(slots / head_dim)
+    heads = [math.log(d) for d in HEAD_DIMS], math.log(head_dim)
+    columns = zip(*_table()[family], strict=True)  # a list of rows per head size
+    return tuple(_between([_between(column, *multiples) for column in columns], *heads))
 
 
-def _between(table: Tensor, places: list[float], wanted: float) -> Tensor:
-    """Linear interpolation along the first axis, constant outside."""
+def _between(table: Sequence[list[float]], places: list[float], wanted: float) -> list[float]:
+    """Linear interpolation between the rows of a table, constant outside."""
     for i in range(len(places) - 1):
         if wanted < places[i + 1] or i == len(places) - 2:
             share = min(max((wanted - places[i]) / (places[i + 1] - places[i]), 0.0), 1.0)
-            return (1 - share) * table[i] + share * table[i + 1]
+            rows = zip(table[i], table[i + 1], strict=True)
+            return [(1 - share) * low + share * high for low, high in rows]
     raise AssertionError
 
 

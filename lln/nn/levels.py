@@ -101,7 +101,7 @@ class Level(nn.Module):
             gamma = self.measure(q, k, alpha=alpha, beta=beta, **options)
         else:
             gamma = self.stored(pooled, is_causal=is_ordered)
-        return self.shifted(gamma.to(alpha.dtype).expand(len(q), -1))
+        return self.shifted(gamma.to(alpha.dtype).expand(q.shape[0], -1))
 
     def shifted(self, gamma: Float[Tensor, "*B H"]) -> Float[Tensor, "*B H"]:
         """γ with what is learned and the offset added."""

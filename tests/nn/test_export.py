@@ -28,7 +28,13 @@ def open_sizes():
     return torch.export.Dim("batch", min=1, max=64), torch.export.Dim("tokens", min=2, max=4096)
 
 
-OPTIONS = [{}, {"diag_block": 16}, {"diag_block": 16, "conv": 5, "mix": "learned"}]
+OPTIONS = [
+    {},
+    {"diag_block": 16},
+    {"diag_block": 16, "conv": 5, "mix": "learned"},
+    {"diag_block": 16, "mix": "joint"},
+    {"method": "entropy", "feature_map": "signs"},
+]
 
 
 @pytest.mark.parametrize("causal", [False, True])
