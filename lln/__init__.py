@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lln import distributed as distributed
     from lln import hf as hf
     from lln import instruments, moments, nn
+    from lln import onnx as onnx
     from lln.functional import attention, attention_varlen, prefill, which
     from lln.moments import match_moments
     from lln.ops.state import State, read, summarize
@@ -32,7 +33,7 @@ _PUBLIC = {
     "list_mechanisms": "lln.zoo",
     "describe": "lln.zoo",
 }
-_MODULES = ("distributed", "hf", "instruments", "moments", "nn")
+_MODULES = ("distributed", "hf", "instruments", "moments", "nn", "onnx")
 
 __all__ = [
     "State",

@@ -28,6 +28,7 @@ LIBRARY: dict[str, set[str]] = {
     "zoo": {"nn", "baselines", "mechanisms"},
     "hf": {"zoo", "mechanisms", "nn", "functional", "moments", "ops", "instruments", "protocols"},
     "distributed": {"functional", "moments", "ops", "protocols"},
+    "onnx": {"functional", "nn", "ops", "protocols"},
 }
 # Tables, plots and pages never import what is being judged: they are made from rows.
 STUDY: dict[str, set[str]] = {
@@ -39,7 +40,7 @@ STUDY: dict[str, set[str]] = {
     "study.data": {"study.train", "device", "records"},
     "study.tasks": {"study.data", "study.train", "hf", "zoo", "records"},
     "study.sweep": {"study.tasks", "study.data", "study.train", "records"},
-    "study.bench": {"study.plots", *set(LIBRARY) - {"baselines", "distributed"}},
+    "study.bench": {"study.plots", *set(LIBRARY) - {"baselines", "distributed", "onnx"}},
     "study.inspect": {
         *("study.bench", "study.data", "study.page", "study.plots"),
         *("device", "hf", "instruments", "moments", "ops", "records"),
@@ -73,6 +74,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     **dict.fromkeys(LAYERS, ALWAYS_PRESENT),
     "mechanisms": set(),  # `lln list` reads the table, and does not wait for torch
     "hf": ALWAYS_PRESENT | {"transformers", "safetensors", "peft", "sentence_transformers"},
+    "onnx": ALWAYS_PRESENT | {"onnx", "onnxscript", "onnxruntime"},
     "study.plots": {"matplotlib"},
     "study.page": {"jinja2", "markupsafe"},
     "study.paper": set(),
@@ -111,7 +113,11 @@ EXTRAS_AT_THE_TOP = {
     "study/paper/verify/run.py": {"rich"},
 }
 # Folders that exist for one package, and that nothing else imports unless it is wanted.
-FOLDERS_OF = {"ops/triton/": {"triton"}, "hf/": {"transformers"}}
+FOLDERS_OF = {
+    "ops/triton/": {"triton"},
+    "hf/": {"transformers"},
+    "onnx/": {"onnx", "onnxscript"},
+}
 
 
 def modules() -> list[Path]:

@@ -1,0 +1,58 @@
+"""Decoding as a graph of its own: the state goes in and comes out, the length appears nowhere."""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lln.functional import prefill
+from lln.nn import LLNAttention
+from lln.ops.state import State
+
+
+class DecodingStep(nn.Module):
+    """The next tokens of a stream through a causal core: one token, or an open number of them.
+
+    A causal core is exported for whole sequences; this is the same core with a state between
+    calls, which :meth:`lln.State.empty` begins.
+
+    Example:
+        >>> core = LLNAttention(4, 64, causal=True, statistics="running").eval()
+        >>> empty = lln.State.empty(1, 4, 64)
+        >>> inputs = (q, k, v, empty.log_mass, empty.mean)      # q, k, v [1, 4, 1, 64]
+        >>> lln.onnx.export(DecodingStep(core).eval(), inputs, "step.onnx")
+    """
+
+    def __init__(self, core: LLNAttention) -> None:
+        super().__init__()
+        if not core.causal:
+            raise ValueError("only causal attention decodes; make the core with causal=True")
+        for name, there in (("diag_block", core.local is not None), ("conv", core.conv > 0)):
+            if there:
+                raise ValueError(
+                    f"{name}= keeps tokens beside the state, which this graph does not hold; "
+                    "export the core itself, for whole sequences, or decode in PyTorch"
+                )
+        self.core = core
+
+    def forward(
+        self,
+        q: Float[Tensor, "B H n D"],
+        k: Float[Tensor, "B Hkv n D"],
+        v: Float[Tensor, "B Hkv n E"],
+        log_mass: Float[Tensor, "B Hkv S"],
+        mean: Float[Tensor, "B Hkv S E"],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Output ``[B, H, n, E]``, and the state after these tokens."""
+        _, queries, keys = self.core.decoding_inputs(q, k)
+        alpha, beta = self.core.scales()
+        out, state = prefill(
+            queries,
+            keys,
+            v,
+            State(log_mass, mean),
+            alpha=alpha,
+            beta=beta,
+            normalize_keys=self.core.statistics.matching.normalize_keys,
+        )
+        return out, state.log_mass, state.mean

@@ -1,0 +1,1 @@
+"""The operators of this package as ONNX nodes, for ``torch.onnx.export``."""
