@@ -19,7 +19,8 @@ def leading(key_mask: Bool[Tensor, "B M"]) -> Int[Tensor, " B"]:
 def from_the_first(key_mask: Bool[Tensor, "B M"]) -> Int[Tensor, "B M"]:
     """An index per sample that turns its tokens: its first real one comes first, padding last."""
     tokens = key_mask.shape[1]  # no len(): it would fix the length of a trace
-    return (torch.arange(tokens, device=key_mask.device) + leading(key_mask)[:, None]) % tokens
+    turned = torch.arange(tokens, device=key_mask.device) + leading(key_mask)[:, None]
+    return torch.where(turned >= tokens, turned - tokens, turned)  # modulo, as ONNX can say it
 
 
 def take(x: Float[Tensor, "B H T D"], index: Int[Tensor, "B N"]) -> Float[Tensor, "B H N D"]:
@@ -41,7 +42,8 @@ def from_first_token(
     queries, keys = q.shape[2], k.shape[2]
     place = torch.arange(keys, device=k.device)
     turned = from_the_first(key_mask)
-    back = (place - leading(key_mask)[:, None]) % keys
+    back = place - leading(key_mask)[:, None]
+    back = torch.where(back < 0, back + keys, back)
     q = take(F.pad(q, (0, 0, keys - queries, 0)), turned)
     out = attend(q, take(k, turned), take(v, turned), key_mask.gather(1, turned))
     return take(out, back)[:, :, keys - queries :]

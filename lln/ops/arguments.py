@@ -188,7 +188,7 @@ def as_scale(name: str, value: float | Tensor, batch: int, heads: int, like: Ten
             f"{name} is on {value.device} but the tensors on {like.device}; "
             f"pass {name}.to({str(like.device)!r})"
         )
-    if tuple(value.shape) not in ((), (heads,), (batch, heads)):
+    if value.shape != ((), (heads,), (batch, heads))[min(value.dim(), 2)]:
         raise ValueError(
             f"{name} has shape {list(value.shape)}; pass a number, [heads] = [{heads}] or "
             f"[batch, heads] = [{batch}, {heads}]"
@@ -213,7 +213,7 @@ def as_level(name: str, value: float | Tensor, batch: int, heads: int, like: Ten
             raise ValueError(f"{name}={value} must be finite; leave it out to have it measured")
         return _constant(float(value), dtype, like.device).expand(batch, heads)
     check_floating(name, value)
-    if tuple(value.shape) not in ((), (heads,), (batch, heads)):
+    if value.shape != ((), (heads,), (batch, heads))[min(value.dim(), 2)]:
         raise ValueError(
             f"{name} has shape {list(value.shape)}; pass a number, [heads] = [{heads}] or "
             f"[batch, heads] = [{batch}, {heads}]"
