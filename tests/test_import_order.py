@@ -28,7 +28,7 @@ LIBRARY: dict[str, set[str]] = {
     "zoo": {"nn", "baselines", "mechanisms"},
     "hf": {"zoo", "mechanisms", "nn", "functional", "moments", "ops", "instruments", "protocols"},
     "distributed": {"functional", "moments", "ops", "protocols"},
-    "onnx": {"functional", "nn", "ops", "protocols"},
+    "onnx": {"hf", "functional", "nn", "ops", "protocols"},
 }
 # Tables, plots and pages never import what is being judged: they are made from rows.
 STUDY: dict[str, set[str]] = {
@@ -65,7 +65,7 @@ STUDY: dict[str, set[str]] = {
         *("study.paper.figures", "device", "records"),
     },
 }
-LAYERS = {**LIBRARY, **STUDY, "cli": {*STUDY, "zoo", "nn", "instruments", "records"}}
+LAYERS = {**LIBRARY, **STUDY, "cli": {*STUDY, "zoo", "nn", "onnx", "instruments", "records"}}
 
 # layer -> third-party packages it may import at all
 ALWAYS_PRESENT = {"torch", "numpy", "jaxtyping"}
@@ -74,7 +74,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     **dict.fromkeys(LAYERS, ALWAYS_PRESENT),
     "mechanisms": set(),  # `lln list` reads the table, and does not wait for torch
     "hf": ALWAYS_PRESENT | {"transformers", "safetensors", "peft", "sentence_transformers"},
-    "onnx": ALWAYS_PRESENT | {"onnx", "onnxscript", "onnxruntime"},
+    "onnx": ALWAYS_PRESENT | {"onnx", "onnxscript", "onnxruntime", "transformers"},
     "study.plots": {"matplotlib"},
     "study.page": {"jinja2", "markupsafe"},
     "study.paper": set(),
@@ -100,6 +100,7 @@ EXTRAS_AT_THE_TOP = {
     "cli/train.py": {"typer"},
     "cli/classify.py": {"typer"},
     "cli/convert.py": {"typer"},
+    "cli/export.py": {"typer"},
     "study/bench/cpu.py": {"rich"},
     "study/bench/gpu.py": {"rich"},
     "study/bench/monitor.py": {"rich"},

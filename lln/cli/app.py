@@ -16,11 +16,12 @@ except ImportError:
 from lln.cli.bench import bench_app, let_waiting_threads_sleep
 from lln.cli.classify import train_app
 from lln.cli.convert import convert
+from lln.cli.export import export
 from lln.cli.train import sweep
 
 # The order in which a user meets them.
 COMMANDS = [
-    *("demo", "list", "inspect", "convert", "train", "sweep"),
+    *("demo", "list", "inspect", "convert", "export", "train", "sweep"),
     *("table", "figure", "report", "verify", "bench"),
 ]
 
@@ -43,6 +44,7 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
 app.command()(convert)
+app.command()(export)
 app.command()(sweep)
 
 

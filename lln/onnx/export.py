@@ -71,6 +71,8 @@ def export(
     if module.training:
         raise ValueError("the module is in training mode; call module.eval() before exporting it")
     with _quiet(), torch.no_grad():
+        # What is wrong is said before tracing, and cores read once whether they are calibrated.
+        module(*args, **(kwargs or {}))
         program = torch.export.export(
             module, args, dict(kwargs or {}), dynamic_shapes=dynamic_shapes
         )
