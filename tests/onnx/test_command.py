@@ -31,6 +31,7 @@ def exported(tmp_path_factory):
     return folder / "saved", file, command(folder / "saved", "--out", file, "--length", 60)
 
 
+@pytest.mark.slow
 def test_a_folder_becomes_a_checked_file(exported):
     folder, file, done = exported
     assert done.exit_code == 0, done.output
@@ -44,6 +45,7 @@ def test_a_folder_becomes_a_checked_file(exported):
     assert [path.name for path in file.parent.iterdir()] == ["model.onnx"]
 
 
+@pytest.mark.slow
 def test_a_graph_of_other_weights_fails_the_check(exported):
     """And no softmax model is needed for it."""
     folder, file, _ = exported
