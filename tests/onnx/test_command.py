@@ -13,8 +13,6 @@ from lln.onnx import models
 from tests.hf.tiny import make, text
 from tests.onnx.graphs import Graph
 
-pytest.importorskip("onnxruntime")
-
 
 def command(*words: object):
     return CliRunner().invoke(app, ["export", *map(str, words)])

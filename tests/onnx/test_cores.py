@@ -16,9 +16,6 @@ from tests.helpers import assert_matches
 from tests.nn.inputs import padding, qkv
 from tests.onnx.graphs import BATCH, TOKENS, Graph, Side, steepest_growth
 
-pytest.importorskip("onnxscript")
-pytest.importorskip("onnxruntime")
-
 JOINT = {"diag_block": 8, "mix": "joint", "statistics": "running"}
 # One graph for the cores of a line: names say what is tested, and which are slow to export.
 CORES: dict[str, tuple[bool, list[dict]]] = {

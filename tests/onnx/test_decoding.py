@@ -10,9 +10,6 @@ from lln.nn import LLNAttention
 from tests.nn.inputs import qkv
 from tests.onnx.graphs import BATCH, TOKENS, Graph
 
-pytest.importorskip("onnxscript")
-pytest.importorskip("onnxruntime")
-
 
 def decoder(**options) -> LLNAttention:
     core = LLNAttention(4, 8, num_kv_heads=2, causal=True, statistics="running", **options).eval()

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("onnxscript")
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "export.md"
 
 

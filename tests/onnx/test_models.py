@@ -13,9 +13,6 @@ from tests.hf.tiny import make, padded, text
 from tests.nn.inputs import embeddings, padding
 from tests.onnx.graphs import BATCH, TOKENS, Graph, steepest_growth
 
-pytest.importorskip("onnxscript")
-pytest.importorskip("onnxruntime")
-
 OPEN = {0: BATCH, 1: TOKENS}
 CLOSE = {"atol": 1e-5, "rtol": 1e-4}
 
