@@ -18,12 +18,15 @@ def convert(
     data: Annotated[Path, typer.Option(help="Text: a file, or a folder with files per split.")],
     out: Annotated[Path, typer.Option(help="Folder of the converted model and its report.")],
     length: Annotated[
-        int | None, typer.Option(min=8, help="Tokens; default 512, decoders 1,024.")
+        int | None, typer.Option(min=8, help="Tokens; default 512, decoders 2,048.")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of an update.")] = 2,
     transfer_steps: Annotated[int, typer.Option(min=0, help="Updates, layer by layer.")] = 300,
     recover_steps: Annotated[int, typer.Option(min=0, help="Updates of all weights.")] = 100,
     keep: Annotated[str, typer.Option(help="Layers that keep softmax: 0, n, or auto.")] = "0",
+    keep_heads: Annotated[
+        str, typer.Option(help="Heads of other layers that keep softmax: 0, n, or auto.")
+    ] = "0",
     budget: Annotated[
         float, typer.Option(help="For auto: time of attention, in that with none kept.")
     ] = 1.25,
@@ -54,7 +57,7 @@ def convert(
     model over that of the new one (decoders).
     """
     with plain_errors("lln convert"):
-        kept = _keep(keep)
+        kept, kept_heads = _keep("--keep", keep), _keep("--keep-heads", keep_heads)
         let_waiting_threads_sleep()
         from lln.study.conversion.run import Settings, convert_and_judge, met
 
@@ -69,6 +72,7 @@ def convert(
             transfer_steps=transfer_steps,
             recover_steps=recover_steps,
             keep=kept,
+            keep_heads=kept_heads,
             budget=budget,
             held_out=held_out,
             judge_articles=judge_articles,
@@ -89,11 +93,11 @@ def convert(
             raise typer.Exit(1)
 
 
-def _keep(text: str) -> int | str:
+def _keep(name: str, text: str) -> int | str:
     if text == "auto":
         return text
     if not text.isdigit():
-        raise typer.BadParameter(f"--keep {text!r} is neither a number nor auto")
+        raise typer.BadParameter(f"{name} {text!r} is neither a number nor auto")
     return int(text)
 
 

@@ -21,6 +21,7 @@ from lln.hf.conversion.stage import Row, Stage, agreed, broadcast
 from lln.hf.conversion.transfer import cores_of, transfer
 from lln.hf.positions import owner_of
 from lln.hf.replace import Replacement, attention_modules, replace
+from lln.hf.rotation import check_rotation
 from lln.nn.feature_maps import LOG_FEATURES
 
 Batch = Mapping[str, Any]
@@ -120,8 +121,7 @@ def convert(
             sequence, which may be made as it is read: ``batches[i]`` is asked for once per use and
             must be the same each time. Used in order, and again from the start if they run out.
         attention, options: See :func:`lln.hf.replace`; by default near/far attention with learned
-            slots, ``ENCODER`` or ``DECODER`` by the model. Given options change single ones;
-            ``before_rotation=True`` leaves ``center_keys`` out.
+            slots, see :func:`usual_options`. Given options change single ones.
         calibration: Number of first batches from which α, β and γ are measured.
         transfer_steps, transfer_options: Updates, and arguments of :func:`lln.hf.transfer`.
         keep: How many of the worst layers keep softmax, by their error; a list of layers; or
@@ -155,9 +155,7 @@ def convert(
         )
     chosen = options
     if attention == "lln_nearfar":
-        chosen = {**usual_options(model, (options or {}).get("feature_map")), **(options or {})}
-        if chosen.get("before_rotation") and "center_keys" not in (options or {}):
-            del chosen["center_keys"]
+        chosen = usual_options(model, options)
     teacher = copy_teacher(model) if recover_steps else None
     held = list(Cycle(batches, len(batches) - 4, 4) if held_out is None else held_out)
     stages: list[Row] = []
@@ -213,20 +211,40 @@ def convert(
     return done
 
 
-def usual_options(model: PreTrainedModel, feature_map: str | None = None) -> dict[str, Any]:
+def usual_options(model: PreTrainedModel, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Options of near/far attention for a model: ``ENCODER`` or ``DECODER``, 64 slots or 2 D.
 
-    Maps of other papers have no ``sharpness``, and of them only "t2r" any number of slots.
+    Those that are given stand. Maps of other papers have no ``sharpness``, and of them only "t2r"
+    any number of slots. In decoders whose rotation can be taken back the maps see queries and keys
+    before it, and keys are not centred: maps of rotated ones fail beyond the length at which they
+    learned.
     """
-    path, module = next(iter(attention_modules(model).items()))
+    given = given or {}
+    places = attention_modules(model)
+    path, module = next(iter(places.items()))
     causal = cores.is_causal(module, owner_of(model, path))
     width = cores.place_of(module, path).head_dim
     usual = {**(DECODER if causal else ENCODER), "slots": max(64, 2 * width)}
+    feature_map = given.get("feature_map")
     if feature_map in LOG_FEATURES:
         del usual["sharpness"]
     if feature_map not in (None, "learned", "t2r"):
         del usual["slots"]
-    return usual
+    free = causal and feature_map != "identity" and not given.get("center_keys")
+    if given.get("before_rotation", free and _can_be_undone(model, places)):
+        del usual["center_keys"]
+        usual["before_rotation"] = True
+    return {**usual, **given}
+
+
+def _can_be_undone(model: nn.Module, places: Mapping[str, nn.Module]) -> bool:
+    """Whether every layer rotates its queries and keys in a way that can be taken back."""
+    try:
+        for path, layer in places.items():
+            check_rotation(layer, owner_of(model, path), path)
+    except ValueError:
+        return False
+    return True
 
 
 def layer_errors(model: nn.Module, batches: Sequence[Batch]) -> dict[int, float]:

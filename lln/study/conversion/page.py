@@ -91,6 +91,8 @@ def build(found: Found) -> Page:
 def _lede(found: Found) -> str:
     kept = found["kept"]
     layers = f"{len(kept)} of {found['layers']} layers keep softmax" if kept else "no layer kept"
+    heads = sum(map(len, found.get("kept_heads", {}).values()))
+    layers += f", {heads} heads of others do" if heads else ""
     if found["kind"] == "encoder":
         what = f"Mean cosine to the softmax model's embeddings {found['agreement']:.4f}"
     else:
@@ -167,6 +169,9 @@ def _layers(found: Found) -> list[Block]:
     note = "‖difference‖ / ‖softmax's‖ of the output of attention, on text that was neither "
     note += "learned from nor judged by."
     note += f" Layers that keep softmax: {kept}." if kept else ""
+    if heads := found.get("kept_heads"):
+        words = "; ".join(f"{layer}: {', '.join(map(str, own))}" for layer, own in heads.items())
+        note += f" Heads that do, by layer: {words}."
     panel = Panel(
         "Error of every layer",
         curves,

@@ -55,6 +55,7 @@ class Settings:
         length: Tokens of a sequence; default 512 for encoders, 2,048 for decoders.
         options: Of the attention; they change single ones of :func:`lln.hf.convert`.
         keep: How many layers keep softmax, or "auto" within ``budget``.
+        keep_heads: How many heads of the other layers do, or "auto" within what is left of it.
         held_out: File of text to be judged by; default the files for validation, or the end.
         judge_articles: Held-out articles that judge.
         cost_length: Most tokens at which time and memory are measured; 0 for not at all.
@@ -71,6 +72,7 @@ class Settings:
     transfer_steps: int = 300
     recover_steps: int = 100
     keep: int | str = 0
+    keep_heads: int | str = 0
     budget: float = 1.25
     held_out: Path | None = None
     judge_articles: int = 200
@@ -209,6 +211,7 @@ def _convert(
                 **settings.transfer_options,
             },
             keep=settings.keep,
+            keep_heads=settings.keep_heads,
             budget=settings.budget,
             recover_steps=settings.recover_steps,
             recover_options={"precision": precision, **settings.recover_options},
@@ -241,6 +244,7 @@ def _findings(
         "near_keys": near_keys(done.options, causal=judge.kind == "decoder"),
         "layers": len(done.errors["calibrate"]),
         "kept": done.kept,
+        "kept_heads": {str(layer): list(heads) for layer, heads in done.kept_heads.items()},
         "length": length,
         "batch_size": settings.batch_size,
         "transfer_steps": settings.transfer_steps,

@@ -216,7 +216,8 @@ def test_maps_of_other_papers_convert_too(kind, family):
         assert all(scale.eq(1).all() for scale in core.scales())
         start = lln.nn.LLNAttention(4, 8, mix="joint", statistics="fixed", **options)
         assert not torch.allclose(core.level.stored.value, start.level.stored.value, atol=1e-3)
-        assert family == "bert" or core.center.stored.value.abs().max() > 0
+        assert core.features.before_rotation == (family == "llama")
+        assert (core.center is None) == (family == "llama")
 
 
 def test_maps_of_other_papers_are_calibrated_where_there_is_a_level():
@@ -240,6 +241,21 @@ def test_options_follow_the_model():
     decoder = usual_options(make("llama"))
     assert decoder["sinks"] == 4 and decoder["diag_overlap"] == 128
     assert "sinks" not in usual_options(make("roberta"))
+
+
+def test_maps_of_a_decoder_see_what_is_not_rotated_where_that_can_be_had():
+    """Maps of rotated queries and keys fail beyond the length at which they learned."""
+    usual = usual_options(make("llama"))
+    assert usual["before_rotation"] and "center_keys" not in usual
+    for model, given in (
+        ("llama", {"before_rotation": False}),
+        ("llama", {"center_keys": True}),
+        ("llama", {"feature_map": "identity"}),
+        ("gpt2", {}),  # learned positions
+        ("bert", {}),
+    ):
+        found = usual_options(make(model), given)
+        assert not found.get("before_rotation") and found["center_keys"], (model, given)
 
 
 def test_batches_are_used_in_turn():

@@ -73,7 +73,8 @@ def test_hidden_keys_may_hold_anything(device):
     torch.testing.assert_close(kernels.near_far(**{**tensors, **spoilt}, **options), expected)
 
 
-@pytest.mark.parametrize("name", ADVERSARIAL)
+# With entries of a thousand the scores of near keys, products of two, are known to 1 at best.
+@pytest.mark.parametrize("name", [name for name in ADVERSARIAL if name != "scale_1e3"])
 def test_no_input_overflows(name, device):
     q, k, v = (x.to(device) for x in adversarial(name, 80, 16, heads=1))
     two = torch.full((1, 1), 2.0, dtype=torch.float64, device=device)
@@ -96,6 +97,16 @@ def test_near_keys_alone(is_causal, device):
             kernels.near, reference.near, tensors, torch.float32, floor=0.1, key_mask=key_mask,
             **options,
         )  # fmt: skip
+
+
+def test_huge_inputs_give_averages_of_values(device):
+    q, k, v = (x.float().to(device).requires_grad_() for x in adversarial("scale_1e3", 80, 16))
+    scales = {name: torch.full((1, 2), 2.0, device=device) for name in ("alpha", "beta", "gamma")}
+    far = {"q_far": q, "k_far": k}
+    out = kernels.near_far(q, k, v, **far, **scales, block=16, is_causal=True, scale=0.25)
+    assert (out <= v.amax(2, keepdim=True) + 1e-5).all()
+    assert (out >= v.amin(2, keepdim=True) - 1e-5).all()
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
 def test_the_same_call_gives_the_same_bits(device):

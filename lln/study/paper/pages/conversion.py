@@ -1,11 +1,11 @@
-"""The measured block of docs/results/conversion.md beside its table: loss by position."""
+"""The measured blocks of docs/results/conversion.md beside its table: positions, decoding."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from lln.study.paper.pages.blocks import NOTHING_YET, Blocks, markdown_table
-from lln.study.paper.results import Row, origin_text, read
+from lln.study.paper.results import Row, grouped, origin_text, read
 
 
 def positions(results: Path) -> str:
@@ -13,16 +13,40 @@ def positions(results: Path) -> str:
     found = [row for row in _rows(results) if row.get("loss_by_position")]
     if not found:
         return NOTHING_YET
-    edges = [(part["from"], part["to"]) for part in found[0]["loss_by_position"]["teacher"]]
-    lines = []
+    return "\n\n".join(_table(own) for own in grouped(found, _edges).values())
+
+
+def _edges(row: Row) -> tuple[tuple[int, int], ...]:
+    return tuple((part["from"], part["to"]) for part in row["loss_by_position"]["teacher"])
+
+
+def _table(found: list[Row]) -> str:
+    edges, lines = _edges(found[0]), []
     for row in found:
         for name, words in (("teacher", "softmax"), ("student", _words(row))):
             parts = row["loss_by_position"][name]
-            if [(part["from"], part["to"]) for part in parts] == edges:
-                line = [f"{row['model']}, {words}", *(f"{part['nll']:.2f}" for part in parts)]
-                lines += [line] if line not in lines else []
+            line = [f"{row['model']}, {words}", *(f"{part['nll']:.2f}" for part in parts)]
+            lines += [line] if line not in lines else []
     names = ["tokens before", *(f"{first:,}–{last:,}" for first, last in edges)]
     words = f"Mean −ln p of a token in windows of {edges[-1][1] + 1:,}. ({origin_text(found)})"
+    return f"{markdown_table(names, lines)}\n\n{words}"
+
+
+def decoding(results: Path) -> str:
+    """Time of a token and size of the cache against the tokens before it."""
+    found = [row for row in _rows(results) if row.get("decode_cost")]
+    if not found:
+        return NOTHING_YET
+    lines = [
+        [
+            row["model"], f"{cost['context']:,}",
+            *(f"{cost[name + '_cache'] / 1e6:,.1f}" for name in ("teacher", "student")),
+            *(f"{cost[name + '_ms']:.0f}" for name in ("teacher", "student")),
+        ]
+        for row in found for cost in row["decode_cost"]
+    ]  # fmt: skip
+    names = ["model", "context", "softmax, MB", "converted, MB", "softmax, ms", "converted, ms"]
+    words = f"Cache, and time of one token with batch 1. ({origin_text(found)})"
     return f"{markdown_table(names, lines)}\n\n{words}"
 
 
@@ -32,7 +56,8 @@ def _rows(results: Path) -> list[Row]:
 
 def _words(row: Row) -> str:
     kept = f", {len(row['kept'])} layers kept" if row["kept"] else ""
-    return f"{row['attention']}, {row['recover_steps']} updates of recovery{kept}"
+    maps = ", maps before rotation" if row["options"].get("before_rotation") else ""
+    return f"{row['attention']}{maps}, {row['recover_steps']} updates of recovery{kept}"
 
 
-BLOCKS: Blocks = {"conversion_positions": positions}
+BLOCKS: Blocks = {"conversion_positions": positions, "conversion_decoding": decoding}

@@ -70,7 +70,7 @@ def _softmax(row: Row, columns: Sequence[str]) -> list[str]:
 
 
 def _line(row: Row, stages: Sequence[str], encoder: bool) -> list[str]:
-    kept = f"{len(row['kept'])} of {row['layers']}" if row["kept"] else "none"
+    kept = _kept(row)
     line = [_name(row), str(row["near_keys"] or "–"), kept, f"{row['tokens'] / 1e6:.2f}M"]
     for name in stages:
         stage = _stage(row, name)
@@ -85,11 +85,20 @@ def _line(row: Row, stages: Sequence[str], encoder: bool) -> list[str]:
     return [*line, f"{sum(stage['seconds'] for stage in row['stages']):,.0f}"]
 
 
+def _kept(row: Row) -> str:
+    """What keeps softmax."""
+    heads = sum(map(len, row.get("kept_heads", {}).values()))
+    words = [f"{len(row['kept'])} of {row['layers']}"] if row["kept"] else []
+    words += [f"{heads} heads"] if heads else []
+    return " and ".join(words) or "none"
+
+
 def _name(row: Row) -> str:
     given = row["configuration"].get("options") or {}
     kind = given.get("feature_map", "learned")
     words = [] if kind == "learned" else [f"{kind} maps"]
     words += [f"slots {given['slots']}"] if "slots" in given else []
+    words += ["before rotation"] if given.get("before_rotation") else []
     learned = row["configuration"].get("recover_options") or {}
     if row["recover_steps"] and "learning_rate" in learned:
         words.append(f"recovered at {learned['learning_rate']:g}")
