@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from lln.functional import prefill
 from lln.hf.cores import attend, calibration_of
 from lln.hf.open_block import OpenBlock
-from lln.hf.open_window import OpenWindow
+from lln.hf.open_window import OpenWindow, has_far, read_one
 from lln.hf.rotation import Rotation
 from lln.hf.softmax import kept_keys, put_softmax, softmax_heads_of
 from lln.nn import LLNAttention
@@ -53,6 +53,7 @@ class StateLayer(CacheLayerMixin):
         self.last: Tensor | None = None
         self.kept: _Kept | None = None
         self._unread = False
+        self.padded = False  # whether a mask was ever given
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate nothing: there is nothing to hold before the first tokens."""
@@ -117,7 +118,9 @@ class StateLayer(CacheLayerMixin):
                 "them already; generate with past_key_values=DynamicCache(config=model.config), "
                 "which keeps all keys"
             )
+        self.padded = self.padded or key_mask is not None
         whole, key_mask = key_mask, None if key_mask is None else key_mask[:, -k.shape[2] :]
+        moved = False
         heads = softmax_heads_of(core)
         kept = _Kept.of(heads, k, v, core.num_heads) if heads else None
         if self.state is None:
@@ -125,15 +128,40 @@ class StateLayer(CacheLayerMixin):
             out = attend(core, q, k, v, **options)
         else:
             kept = _Kept.join(self.kept, kept)
-            out = self._continue(core, q, k, v, key_mask, rotation)
+            step = self._next(core, q, k, v, rotation) if self._is_plain(core, k, v) else None
+            moved = step is not None and step[1]
+            out = self._continue(core, q, k, v, key_mask, rotation) if step is None else step[0]
             if kept is not None:
                 group = core.num_heads // core.num_kv_heads
                 options = {"group": group, "key_mask": whole, "is_causal": True}
                 out = put_softmax(out, heads, q, kept.k, kept.v, **options)
-        self._remember(core, k, v, key_mask, rotation)
+        if not moved:
+            self._remember(core, k, v, key_mask, rotation)
         self.kept = kept
         self._unread = False
         return out
+
+    def _is_plain(self, core: LLNAttention, k: Tensor, v: Tensor) -> bool:
+        """Whether one more token of a stream without padding is all there is to see."""
+        local = core.local
+        if self.padded or self.window is None or local is None or local.far != "others":
+            return False
+        differentiated = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+        return k.shape[2] == 1 and self.tokens > local.sinks and not (core.conv or differentiated)
+
+    def _next(
+        self, core: LLNAttention, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None
+    ) -> tuple[Tensor, bool]:
+        """The answer to one token, and whether the window has read it, too."""
+        assert self.state is not None and self.window is not None and core.local is not None
+        wide, before = compute_dtype(q, k, v), self.tokens - 1
+        own = _Step.of(core, q.to(wide), k.to(wide), v, self.window.valid, rotation)
+        out, near = self.window.attend_next(own.q, own.k, own.v, own.k_far, core.local, before)
+        if has_far(core.local, before):
+            linear, far = read_one(own.q_far, own.alpha, self.state)
+            share = torch.sigmoid(near - far - core.stored_level().to(far)[:, None])
+            out = torch.lerp(linear, out, share[..., None])
+        return out.to(q.dtype), self.window.count_next(core.local, before)
 
     def _continue(
         self,
@@ -245,6 +273,7 @@ class StateLayer(CacheLayerMixin):
         """Go back to the start of a stream."""
         self.tokens, self.state, self.block, self.last = 0, None, None, None
         self.window = self.kept = None
+        self.padded = False
         self._keys = self.values = None
         self._unread = False
 

@@ -47,18 +47,39 @@ class Rotation:
         self, q: Float[Tensor, "B H n D"], k: Float[Tensor, "B Hkv m D"]
     ) -> tuple[Float[Tensor, "B H n D"], Float[Tensor, "B Hkv m D"]]:
         """Return q and k, each of the last tokens of the call, as they were before."""
-        return self._undo(q), self._undo(k)
+        if q.shape[2] == k.shape[2]:
+            return self._undo(q, k)
+        return self._undo(q, q[:, :0])[0], self._undo(k, k[:, :0])[0]  # beside no heads
 
-    def _undo(self, x: Tensor) -> Tensor:
-        """Rotate back: by the opposite angle, and by the inverse of what scaled rotations add."""
-        first = self.cos.shape[1] - x.shape[2]
-        where = {"device": x.device, "dtype": compute_dtype(x, self.cos)}
-        cos, sin = (angle[:, first:].to(**where) for angle in (self.cos, self.sin))
-        square = cos.square() + sin.square()
-        rotated, rest = x[..., : cos.shape[-1]].to(**where), x[..., cos.shape[-1] :]
-        nobody = rotated[:, :0]  # no heads: the function takes queries and keys together
-        back, _ = self.apply(rotated, nobody, cos / square, -sin / square)
-        return torch.cat([back.to(x.dtype), rest], dim=-1) if rest.shape[-1] else back.to(x.dtype)
+    def _undo(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate back as many tokens of both."""
+        first = self.cos.shape[1] - q.shape[2]
+        cos, sin = (angle[:, first:].to(q.device) for angle in self._inverse(q))
+        width = cos.shape[-1]
+        turned = (x[..., :width].to(cos.dtype) for x in (q, k))
+        back = (
+            found.to(x.dtype)
+            if x.shape[-1] == width
+            else torch.cat([found.to(x), x[..., width:]], -1)
+            for x, found in zip((q, k), self.apply(*turned, cos, sin), strict=True)
+        )
+        return tuple(back)  # pyright: ignore[reportReturnType]
+
+    def _inverse(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the opposite angle, over the square of what scaled rotations add.
+
+        All layers of a model get the same angles, so they are inverted once.
+        """
+        dtype = compute_dtype(like, self.cos)
+        kept = not torch.compiler.is_compiling()
+        known = getattr(self.cos, "_lln_inverse", None) if kept else None
+        if known is None or known[0].dtype != dtype or known[2] is not self.sin:
+            cos, sin = self.cos.to(dtype), self.sin.to(dtype)
+            square = cos.square() + sin.square()
+            known = cos / square, -sin / square, self.sin
+            if kept:
+                self.cos._lln_inverse = known  # pyright: ignore[reportAttributeAccessIssue]
+        return known[0], known[1]
 
     def turned(self, key_mask: Bool[Tensor, "B N"]) -> Rotation:
         """Return the same for samples that :func:`~lln.hf.padding.from_first_token` turned."""
