@@ -6,7 +6,7 @@ import contextlib
 import gc
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -139,6 +139,15 @@ def _load(kind: str, folder: Path | None, reads: Sequence[tuple[str, Any]]) -> A
 
 def run(kind: str, spec: Spec, place: Place) -> None:
     """Run, or continue, what has no row yet, and append the rows."""
+    path = place.results(kind)
+    for name, row in made(kind, spec, place, is_done=lambda *key: has_row(path, *key)):
+        place.add(name, row)
+
+
+def made(
+    kind: str, spec: Spec, place: Place, *, is_done: Callable[[str, int], bool]
+) -> Iterator[tuple[str, Row]]:
+    """Run, or continue, what has no row yet, and give each row with the name of its file."""
     experiment_kind, configs = runs(kind, spec)
     found = experiment.find(experiment_kind)
     with _cheap_collections():
@@ -146,26 +155,26 @@ def run(kind: str, spec: Spec, place: Place) -> None:
             data = data_of(experiment_kind, config, spec, place)
             digest, seed = found.key(config, data)
             # A pre-training that has its row runs again for what follows it.
-            if kind != "mlm" and has_row(place.results(kind), digest, seed):
+            if kind != "mlm" and is_done(digest, seed):
                 continue
             folder = place.folder / f"{digest}-seed{seed}" if len(configs) > 1 else place.folder
             row = found.run(config, data, folder=folder, tensorboard=False)
-            place.add(kind, row)
+            yield kind, row
             if kind == "mlm":
-                _keep_curves(row, place)
+                yield from _curves(row, place.folder)
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
 
-def _keep_curves(row: Row, place: Place) -> None:
-    """Append the curves of a run, thinned, as one line each beside what names its row."""
+def _curves(row: Row, folder: Path) -> Iterator[tuple[str, Row]]:
+    """Give the curves of a run, thinned, as one line each beside what names its row."""
     names = ("subject", "mechanism", "digest", "seed", "shared", "configuration")
     for name in (CURVE, MONITOR):
-        path = place.folder / name
+        path = folder / name
         rows = thinned_curve(read_rows(path)) if path.exists() else []
         if rows:
-            place.add(f"{path.stem}s", {**{key: row[key] for key in names}, "rows": rows})
+            yield f"{path.stem}s", {**{key: row[key] for key in names}, "rows": rows}
 
 
 @contextlib.contextmanager
