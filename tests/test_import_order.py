@@ -85,7 +85,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "study.train": ALWAYS_PRESENT | TRAINING | {"rich", "tensorboard"},
     "study.data": ALWAYS_PRESENT | TRAINING | {"rich", "PIL", "sklearn"},
     "study.tasks": ALWAYS_PRESENT | TRAINING | {"rich", "sklearn", "scipy"},
-    "study.sweep": ALWAYS_PRESENT | {"rich"},
+    "study.sweep": ALWAYS_PRESENT | {"rich", "ray"},
     "study.bench": ALWAYS_PRESENT | {"rich", "triton", "transformers"},
     "study.inspect": ALWAYS_PRESENT | {"rich", "transformers"},
     "study.conversion": ALWAYS_PRESENT | {"rich", "transformers"},

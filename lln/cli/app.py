@@ -17,7 +17,7 @@ from lln.cli.bench import bench_app, let_waiting_threads_sleep
 from lln.cli.classify import train_app
 from lln.cli.convert import convert
 from lln.cli.export import export
-from lln.cli.train import sweep
+from lln.cli.train import OptionalAddress, sweep
 
 # The order in which a user meets them.
 COMMANDS = [
@@ -45,7 +45,7 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
 app.command()(convert)
 app.command()(export)
-app.command()(sweep)
+app.command(cls=OptionalAddress)(sweep)
 
 
 def _show_version(wanted: bool) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from lln.study.train.runfolder import is_first_process
 
@@ -311,9 +312,23 @@ def _ended_as_a_whole() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+class OptionalAddress(typer.core.TyperCommand):
+    """A command whose ``--ray`` may stand alone, for "auto"."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words: list[str] = []
+        for word, following in zip(args, [*args[1:], "-"], strict=True):
+            words.append(word)
+            if word == "--ray" and (following.startswith("-") or following.endswith(".json")):
+                words.append("auto")
+        return super().parse_args(ctx, words)
+
+
 def sweep(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSON, see sweeps/.")],
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at once, as processes.")] = 1,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Runs at once, as processes; with --ray, on each GPU.")
+    ] = 1,
     out: Annotated[Path, typer.Option(help="Folder of the result rows.")] = Path("results"),
     minutes: Annotated[
         float | None, typer.Option(help="Stop after; the same command goes on.")
@@ -325,6 +340,10 @@ def sweep(
     tell: Annotated[
         bool, typer.Option("--list", help="Say what is done and what is to run; run nothing.")
     ] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="[ADDRESS]", help="Run on a Ray cluster; alone, the one Ray finds."),
+    ] = None,
 ) -> None:
     """Run lists of configurations, in this order; those that have their row are skipped.
 
@@ -345,8 +364,15 @@ def sweep(
         if tell:
             Sweep(planned, say=typer.echo).tell()
             return
+        options = {"slots": jobs, "minutes": minutes, "say": typer.echo}
+        if ray is None:
+            runner = Sweep(planned, **options)
+        else:
+            from lln.study.sweep.cluster import ClusterSweep
+
+            runner = ClusterSweep(planned, address=ray, **options)
         with _ended_as_a_whole():
-            outcome = Sweep(planned, slots=jobs, minutes=minutes, say=typer.echo).run()
+            outcome = runner.run()
         counts = {name: len(labels) for name, labels in vars(outcome).items()}
         typer.echo(", ".join(f"{count} {name}" for name, count in counts.items()))
         if outcome.failed:

@@ -95,10 +95,11 @@ class Sweep:
                 self._collect()
                 while self._start_what_fits():
                     pass  # what was skipped may have decided what else is to run
-                if not self.processes:
+                running = sum(job.state == "running" for job in self.jobs)
+                if not running:
                     break
                 if self._is_time_up():
-                    self.say(f"time is up: {len(self.processes)} runs are stopped")
+                    self.say(f"time is up: {running} runs are stopped")
                     break
                 time.sleep(POLL_SECONDS)
         finally:
@@ -134,8 +135,7 @@ class Sweep:
             if (job.before is None or job.before.state == "done") and job.is_decided()
         ]
         for job in sorted(ready, key=lambda job: job.before is None):
-            used = sum(self._places(process.job) for process in self.processes)
-            if self._places(job) > self.slots - used:
+            if self._places(job) > self._room():
                 if job.before is None:
                     break  # keep the order, or a wide run would wait for ever
                 continue
@@ -166,6 +166,10 @@ class Sweep:
     def _places(self, job: Job) -> int:
         return self.slots if job.timed else min(job.slots, self.slots)
 
+    def _room(self) -> float:
+        """Places that are free."""
+        return self.slots - sum(self._places(process.job) for process in self.processes)
+
     def _start(self, job: Job) -> None:
         job.place.folder.mkdir(parents=True, exist_ok=True)
         threads = max(1, (os.cpu_count() or 1) // self.slots)
@@ -188,10 +192,13 @@ class Sweep:
                 self._finish(process)
 
     def _finish(self, process: _Process) -> None:
-        job, seconds = process.job, time.monotonic() - process.since
-        good = process.popen.returncode == 0 and job.has_rows()
+        good = process.popen.returncode == 0 and process.job.has_rows()
+        self._end(process.job, process.since, good=good)
+
+    def _end(self, job: Job, since: float, *, good: bool) -> None:
+        """Say how a job ended; what follows a failed one fails with it."""
         job.state = "done" if good else "failed"
-        self.say(f"{job.state} in {seconds:.0f} s: {job.label}")
+        self.say(f"{job.state} in {time.monotonic() - since:.0f} s: {job.label}")
         if not good:
             self._explain(job)
         elif job.has_diverged():
