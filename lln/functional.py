@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,7 +19,10 @@ from lln.ops.arguments import (
     autocast,
     check_features,
     check_mask,
+    check_pair,
     check_qkv,
+    explain_sdpa_arguments,
+    is_dtensor,
 )
 from lln.ops.bidirectional import bidirectional
 from lln.ops.causal import causal
@@ -38,32 +41,24 @@ if TYPE_CHECKING:
     Method = str | MomentFit
 
 P = ParamSpec("P")
-R = TypeVar("R")
-
-_REMEDIES = {
-    "attn_mask": "linear attention never forms the scores it would act on. Possible are key_mask "
-    "(ignore keys), is_causal=True, diag_block (a local softmax branch) and attention_varlen "
-    "(packed sequences)",
-    "dropout_p": "a function has no training mode to drop in; lln.nn.LLNAttention(..., dropout=) "
-    "drops attention weights while training",
-    "enable_gqa": "leave it out: k and v may always have fewer heads than q",
-}
 
 
-def explain_sdpa_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Tell who comes from scaled_dot_product_attention what to write instead."""
+def _on_shards(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """Let a function of q, k and v have DTensors."""
 
     @functools.wraps(function)
-    def explained(*args: P.args, **options: P.kwargs) -> R:
-        for name, remedy in _REMEDIES.items():
-            if name in options:
-                raise TypeError(f"{name} is refused: {remedy}")
+    def sharded(*args: P.args, **options: P.kwargs) -> Tensor:
+        if any(is_dtensor(x) for x in args) or any(is_dtensor(x) for x in options.values()):
+            from lln.distributed import sharded
+
+            return sharded.attention(function, *args, **options)  # type: ignore[call-arg]
         return function(*args, **options)
 
-    return explained
+    return sharded
 
 
 @explain_sdpa_arguments
+@_on_shards
 def attention(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B Hkv M D"],
@@ -93,7 +88,8 @@ def attention(
         out_i = sum_j phi_q(q_i)·phi_k(k_j) v_j / sum_j phi_q(q_i)·phi_k(k_j)
 
     Args:
-        q: Queries ``[B, H, N, D]``: batch, heads, tokens, head size; any floating dtype.
+        q: Queries ``[B, H, N, D]``: batch, heads, tokens, head size; any floating dtype. q, k and v
+            may be DTensors that are split alike over batch, heads or tokens; so is the output.
         k: Keys ``[B, Hkv, M, D]``: H is a multiple of Hkv, and M may differ from N.
         v: Values ``[B, Hkv, M, E]``: E may differ from D.
         alpha, beta: Numbers, ``[H]`` / ``[Hkv]`` or ``[B, H]`` / ``[B, Hkv]``; both or neither.
@@ -404,23 +400,6 @@ def _decodes_in_one_launch(
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False
     return triton.refuses(Call("decode", q, k, v)) is None
-
-
-def check_pair(alpha: object, beta: object, is_causal: bool) -> None:
-    """Check that both scales are given or neither, and both if causal."""
-    if (alpha is None) != (beta is None):
-        given, missing = ("beta", "alpha") if alpha is None else ("alpha", "beta")
-        raise ValueError(
-            f"{given} was given without {missing}; pass both, e.g. from lln.match_moments, "
-            "or neither to have them measured"
-        )
-    if is_causal and alpha is None:
-        raise ValueError(
-            "is_causal=True needs alpha and beta: measured from the whole sequence they would let "
-            "the future leak into the past. Pass constants, e.g. alpha, beta = "
-            "lln.match_moments(sigma_q, sigma_k, head_dim) from calibration data, or use "
-            "lln.nn.LLNAttention(..., causal=True, statistics='running')"
-        )
 
 
 def _scales(

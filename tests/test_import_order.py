@@ -21,13 +21,13 @@ LIBRARY: dict[str, set[str]] = {
     "mechanisms": set(),
     "ops": {"protocols"},
     "moments": {"ops", "protocols"},
-    "functional": {"ops", "moments", "protocols"},
+    "distributed": {"moments", "ops", "protocols"},
+    "functional": {"distributed", "ops", "moments", "protocols"},
     "instruments": {"ops", "moments", "protocols", "records"},
-    "nn": {"functional", "ops", "moments", "protocols"},
+    "nn": {"functional", "distributed", "ops", "moments", "protocols"},
     "baselines": {"functional", "ops", "moments", "protocols"},
     "zoo": {"nn", "baselines", "mechanisms"},
     "hf": {"zoo", "mechanisms", "nn", "functional", "moments", "ops", "instruments", "protocols"},
-    "distributed": {"functional", "moments", "ops", "protocols"},
     "onnx": {"hf", "functional", "nn", "ops", "protocols"},
 }
 # Tables, plots and pages never import what is being judged: they are made from rows.

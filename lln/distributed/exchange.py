@@ -152,6 +152,16 @@ def _unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
     return packed[..., 0], packed[..., 1:]
 
 
+def taking_part(x: Tensor) -> Tensor:
+    """Return a tensor that has a gradient wherever gradients are computed.
+
+    Whether others need one is not known here: with it this process takes part in the backward pass
+    of an exchange even if nothing on it does, and nobody waits for it in vain.
+    """
+    needed = torch.is_grad_enabled() and not x.requires_grad
+    return x.detach().requires_grad_() if needed else x
+
+
 def gather(x: Tensor, group: Any) -> Tensor:
     """The tensors of all processes, stacked in the order of their slices."""
     every = x.new_empty((dist.get_world_size(group), *x.shape))

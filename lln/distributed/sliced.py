@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from lln.distributed.exchange import Exchange
+from lln.distributed.exchange import Exchange, taking_part
 from lln.distributed.scales import measured_scales
 from lln.distributed.windows import Reach, attend_far, attend_near
-from lln.functional import check_pair, explain_sdpa_arguments
 from lln.ops.arguments import (
     as_level,
     as_scale,
     autocast,
     check_mask,
+    check_pair,
     check_positive_int,
     check_qkv,
+    explain_sdpa_arguments,
 )
 from lln.ops.block_diagonal import block_diagonal
 from lln.ops.causal import causal
@@ -45,7 +47,7 @@ def attention(
     k: Float[Tensor, "B Hkv M D"],
     v: Float[Tensor, "B Hkv M E"],
     *,
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup | DeviceMesh | None,
     alpha: float | Tensor | None = None,
     beta: float | Tensor | None = None,
     key_mask: Bool[Tensor, "B M"] | None = None,
@@ -69,11 +71,13 @@ def attention(
         S_0 ∪ S_1 ∪ …            bidirectional,
         S_0 ∪ … ∪ S_{r−1} ∪ {keys j <= i of slice r}        causal.
 
-    Every process of the group must make the call, and take part in the backward pass.
+    Every process of the group must make the call, and take part in the backward pass: where
+    gradients are computed the output has one, also on a process whose q, k and v need none.
 
     Args:
-        group: Processes in the order of their slices; None is all of them. Slices may differ in
-            length; batch, heads and widths may not.
+        group: Processes in the order of their slices, or a mesh of one dimension, such as
+            ``mesh["context"]``; None is all of them. Slices may differ in length; batch, heads and
+            widths may not.
         alpha, beta: As in :func:`lln.attention`, equal on all processes. Left out, they are
             measured on the whole sequence, at the cost of a second exchange of 6 numbers per head.
         key_mask, query_mask: Those of the slice.
@@ -107,7 +111,7 @@ def attention(
         scale=scale, mix=mix, gamma=gamma, far=far,
     )  # fmt: skip
     weight = read_mix(mix, q.shape[1], q)
-    _check_group(group)
+    group = _read_group(group)
     _check_possible(impl, near)
     _check_slice(q, k, is_causal, diag_block, diag_overlap)
     level = None
@@ -159,21 +163,33 @@ def _linear(
 ) -> Tensor:
     """The LLN branch: summarize the slice, exchange, and attend to what this process sees."""
     keys = {"beta": beta, "key_mask": key_mask, "normalize_keys": normalize_keys}
-    own = choose(Call("summarize", k, k, v), impl).summarize(k, v, **keys)
-    seen: tuple[Tensor, Tensor] = Exchange.apply(*own, group, is_causal)  # type: ignore[assignment]
+    log_mass, mean = choose(Call("summarize", k, k, v), impl).summarize(k, v, **keys)
+    seen: tuple[Tensor, Tensor] = Exchange.apply(  # type: ignore[assignment]
+        taking_part(log_mass), mean, group, is_causal
+    )
     if is_causal:
         return causal(q, k, v, alpha=alpha, state=State(*seen), impl=impl, **keys)
     return choose(Call("read", q, seen[1], seen[1]), impl).read(q, *seen, alpha=alpha)
 
 
-def _check_group(group: Any) -> None:
+def _read_group(group: Any) -> Any:
+    """Return the processes of a group or of a mesh."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             "no process group; call torch.distributed.init_process_group first, e.g. in a script "
             "that is started by torchrun"
         )
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or ()
+            raise ValueError(
+                f"group is a mesh of {group.ndim} dimensions {names}; pass the one that splits the "
+                'tokens, e.g. mesh["context"]'
+            )
+        group = group.get_group()
     if dist.get_rank(group) < 0:
         raise ValueError("this process is not a member of group; only members may make the call")
+    return group
 
 
 def _check_possible(impl: str | None, near: Local | None) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lln.distributed.exchange import Exchange, ExchangeEdges, ExchangeOutside
+from lln.distributed.exchange import Exchange, ExchangeEdges, ExchangeOutside, taking_part
 from lln.ops.eager.joint.far import far_op
 from lln.ops.eager.joint.near import near_op
 from lln.ops.eager.joint.near_far import Sinks, continue_all, read_with_normaliser
@@ -45,7 +45,7 @@ class Reach:
         seen = k.new_ones(k.shape[:3]) if key_mask is None else key_mask[:, None].to(k.dtype)
         own = torch.cat([k, v, seen.expand(k.shape[:3])[..., None]], dim=-1)
         edges: tuple[Tensor, Tensor] = ExchangeEdges.apply(  # type: ignore[assignment]
-            own[:, :, :overlap], own[:, :, -overlap:], group
+            taking_part(own[:, :, :overlap]), own[:, :, -overlap:], group
         )
         wide = torch.cat([edges[0], own] if is_causal else [edges[0], own, edges[1]], dim=2)
         self.k, self.v, seen = wide.split([k.shape[3], v.shape[3], 1], dim=-1)
@@ -83,8 +83,8 @@ def attend_far(
     """LLN attention of the slice over its far keys, wherever they are."""
     seen: tuple[Tensor, Tensor]
     if near.far == "all":
-        own = summarize_op(k, v, beta, key_mask, normalize_keys)
-        seen = Exchange.apply(*own, group, is_causal)  # type: ignore[assignment]
+        log_mass, mean = summarize_op(k, v, beta, key_mask, normalize_keys)
+        seen = Exchange.apply(taking_part(log_mass), mean, group, is_causal)  # type: ignore[assignment]
         if not is_causal:
             return read_with_normaliser(q, alpha, *seen)
         keys = {"beta": beta, "key_mask": key_mask, "normalize_keys": normalize_keys}
@@ -99,8 +99,10 @@ def attend_far(
         )
         for part in parts
     ]
-    given = (torch.stack(tensors) for tensors in zip(*states, strict=True))
-    seen = ExchangeOutside.apply(*given, group, is_causal)  # type: ignore[assignment]
+    log_mass, mean = (torch.stack(tensors) for tensors in zip(*states, strict=True))
+    seen = ExchangeOutside.apply(  # type: ignore[assignment]
+        taking_part(log_mass), mean, group, is_causal
+    )
     tensors = reach.q, reach.k, reach.v, alpha, beta, *seen, reach.key_mask, None
     window = near.block, near.overlap, reach.origin, is_causal
     return reach.cut(far_op(*tensors, normalize_keys, *window))

@@ -9,13 +9,57 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections.abc import Callable
 from numbers import Real
+from typing import ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lln.protocols import FLOATING, compute_dtype
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_REMEDIES = {
+    "attn_mask": "linear attention never forms the scores it would act on. Possible are key_mask "
+    "(ignore keys), is_causal=True, diag_block (a local softmax branch) and attention_varlen "
+    "(packed sequences)",
+    "dropout_p": "a function has no training mode to drop in; lln.nn.LLNAttention(..., dropout=) "
+    "drops attention weights while training",
+    "enable_gqa": "leave it out: k and v may always have fewer heads than q",
+}
+
+
+def explain_sdpa_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Tell who comes from scaled_dot_product_attention what to write instead."""
+
+    @functools.wraps(function)
+    def explained(*args: P.args, **options: P.kwargs) -> R:
+        for name, remedy in _REMEDIES.items():
+            if name in options:
+                raise TypeError(f"{name} is refused: {remedy}")
+        return function(*args, **options)
+
+    return explained
+
+
+def check_pair(alpha: object, beta: object, is_causal: bool) -> None:
+    """Check that both scales are given or neither, and both if causal."""
+    if (alpha is None) != (beta is None):
+        given, missing = ("beta", "alpha") if alpha is None else ("alpha", "beta")
+        raise ValueError(
+            f"{given} was given without {missing}; pass both, e.g. from lln.match_moments, "
+            "or neither to have them measured"
+        )
+    if is_causal and alpha is None:
+        raise ValueError(
+            "is_causal=True needs alpha and beta: measured from the whole sequence they would let "
+            "the future leak into the past. Pass constants, e.g. alpha, beta = "
+            "lln.match_moments(sigma_q, sigma_k, head_dim) from calibration data, or use "
+            "lln.nn.LLNAttention(..., causal=True, statistics='running')"
+        )
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -105,7 +149,7 @@ def check_floating(name: str, x: object) -> None:
     """Check that x is a floating-point tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; pass a torch.Tensor")
-    if type(x).__name__ == "DTensor":  # by name: its module loads all of torch.distributed
+    if is_dtensor(x):
         raise TypeError(
             f"{name} is a DTensor, for which these operators have no rule; pass {name}.to_local() "
             "if batch or heads are sharded, and use lln.distributed.attention on the local slices "
@@ -116,6 +160,11 @@ def check_floating(name: str, x: object) -> None:
             f"{name} has dtype {x.dtype}; pass float16, bfloat16, float32 or float64, "
             f"e.g. {name}.float()"
         )
+
+
+def is_dtensor(x: object) -> bool:
+    """Whether x is spread over a mesh; by name, since its module loads all of torch.distributed."""
+    return type(x).__name__ == "DTensor"
 
 
 def check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,36 +10,16 @@ import torch
 
 import lln
 from tests.distributed.cases import CASES
+from tests.distributed.processes import PROCESSES, run
 from tests.helpers import relative_error, run_with_grads
 
-ROOT = Path(__file__).resolve().parents[2]
-PROCESSES = 4
 BY_NAME = {f"{case.name} on {size}": case for case in CASES for size in (1, 2, 4)}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> list[dict[str, Any]]:
     """What each of 4 processes found; they are started once for all tests of this file."""
-    out = tmp_path_factory.mktemp("distributed")
-    command = [sys.executable, "-m", "tests.distributed.worker"]
-    children = [
-        subprocess.Popen(
-            [*command, str(rank), str(out / "store"), str(out)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(PROCESSES)
-    ]
-    try:
-        said = [child.communicate(timeout=120)[1] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    for rank, child in enumerate(children):
-        assert child.returncode == 0, f"process {rank} failed:\n{said[rank][-3000:]}"
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
+    return run("tests.distributed.worker", tmp_path_factory.mktemp("distributed"))
 
 
 def test_slices_equal_the_whole_sequence(results):

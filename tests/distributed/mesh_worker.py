@@ -1,0 +1,189 @@
+"""One process of a 2 × 2 mesh: python -m tests.distributed.mesh_worker RANK STORE OUT.
+
+Every process makes whole tensors, runs them through one process's attention and, as DTensors,
+through that of the mesh, and writes how far output and gradients are apart.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import lln
+
+PROCESSES = 4
+B, H, N, R = Shard(0), Shard(1), Shard(2), Replicate()
+
+
+@dataclass(frozen=True)
+class Case:
+    """Where the two dimensions of the mesh lie, sizes, and the options of the call."""
+
+    name: str
+    placements: tuple[Any, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    batch: int = 4
+    heads: int = 4
+    key_heads: int = 4
+    tokens: int = 16
+    scales: bool = False
+    masked: bool = False
+
+
+JOINT = {"diag_block": 4, "mix": "joint"}
+CASES = (
+    Case("batch and heads", (B, H)),
+    Case("heads and batch, masked", (H, B), masked=True),
+    Case("batch twice", (B, B)),
+    Case("heads alone", (R, H), {"diag_block": 4}),
+    Case("nothing split", (R, R)),
+    Case("grouped heads", (B, H), {"diag_block": 8, "method": "entropy"}, heads=8, key_heads=2),
+    Case("uneven", (B, H), batch=3, heads=3, key_heads=3, masked=True),
+    Case("no head for one", (B, H), batch=1, heads=1, key_heads=1),
+    Case("scales and mix", (B, H), {"diag_block": 4}, scales=True),
+    Case("causal", (H, B), {"is_causal": True, "diag_block": 4}, scales=True),
+    Case("joint", (B, H), JOINT),
+    Case("batch and tokens", (B, N), masked=True),
+    Case("heads and tokens", (H, N), {"diag_block": 4}, scales=True),
+    Case("tokens and heads, causal", (N, H), {"is_causal": True}, scales=True, masked=True),
+    Case("uneven tokens", (H, N), heads=3, key_heads=3, tokens=9, scales=True),
+    Case("a token for one", (B, N), tokens=1, scales=True),
+    Case("one normaliser over tokens", (B, N), JOINT | {"diag_overlap": 2, "gamma": 0.5}),
+)
+
+
+def tensors(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+    """What has gradients, masks, and the gradient of the output."""
+    draw = torch.Generator().manual_seed(len(case.name))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    learned = {
+        "q": normal(case.batch, case.heads, case.tokens, 8),
+        "k": normal(case.batch, case.key_heads, case.tokens, 8),
+        "v": normal(case.batch, case.key_heads, case.tokens, 5),
+    }
+    if case.scales:
+        learned["alpha"] = 1 + normal(case.heads).abs()
+        learned["beta"] = 1 + normal(case.batch, case.key_heads).abs()
+        if "diag_block" in case.options:
+            learned["mix"] = normal(case.heads).sigmoid()
+    masks = {}
+    if case.masked:
+        seen = torch.rand(case.batch, case.tokens, generator=draw) < 0.6
+        seen[:, 0] = True
+        masks = {"key_mask": seen, "query_mask": seen}
+    return learned, masks, normal(case.batch, case.heads, case.tokens, 5)
+
+
+def whole(x: Any) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def difference(got: dict[str, Any], exact: dict[str, Tensor]) -> float:
+    """The largest error of a tensor, beside its largest value."""
+    assert got.keys() == exact.keys()
+    errors = []
+    for name, truth in exact.items():
+        x = whole(got[name])
+        assert x.shape == truth.shape, name
+        errors.append(((x - truth).abs().max() / truth.abs().max().clamp(min=1)).item())
+    return max(errors)
+
+
+def compare(case: Case, mesh: DeviceMesh) -> float:
+    learned, masks, d_out = tensors(case)
+
+    def run(inputs: dict[str, Tensor], d_out: Tensor) -> dict[str, Tensor]:
+        own = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+        out = lln.attention(**own, **masks, **case.options)
+        out.backward(d_out)
+        return {"out": out.detach(), **{name: x.grad for name, x in own.items()}}  # type: ignore
+
+    split = {n: distribute_tensor(learned[n], mesh, case.placements) for n in "qkv"}
+    got = run(learned | split, distribute_tensor(d_out, mesh, case.placements))
+    assert isinstance(got["out"], DTensor) and got["out"].placements == case.placements
+    return difference(got, run(learned, d_out))
+
+
+def frozen(mesh: DeviceMesh) -> float:
+    """One process needs no gradient, and the others must not wait for it."""
+    learned, _, d_out = tensors(Case("frozen", (R, N), scales=True))
+    rank, part = mesh.get_local_rank("inner"), slice(0, 8)
+    if rank == 1:
+        part = slice(8, 16)
+    own = {n: x[:, :, part].clone() if n in "qkv" else x for n, x in learned.items()}
+    if rank == 0:
+        own = {n: x.requires_grad_() if n in "qkv" else x for n, x in own.items()}
+    out = lln.distributed.attention(**own, group=mesh["inner"])
+    out.backward(d_out[:, :, part])
+    with torch.no_grad():
+        assert not lln.distributed.attention(**own, group=mesh["inner"]).requires_grad
+    exact = {n: x.detach().requires_grad_() for n, x in learned.items()}
+    lln.attention(**exact).backward(d_out)
+    if rank == 1:
+        return 0.0
+    grads = {n: own[n].grad for n in "qkv"}
+    return difference(grads, {n: exact[n].grad[:, :, part] for n in "qkv"})  # type: ignore
+
+
+def refusals(mesh: DeviceMesh) -> dict[str, str]:
+    x = torch.randn(2, 4, 16, 8)
+    split = distribute_tensor(x, mesh, [B, H])
+    partial = DTensor.from_local(x, mesh, [R, Partial()], run_check=False)
+    width = distribute_tensor(x, mesh, [R, Shard(3)])
+    tokens = distribute_tensor(x, mesh, [B, N])
+    pair = distribute_tensor(x[:, :1], mesh, [B, H])
+    calls: dict[str, Callable[[], Any]] = {
+        "plain": lambda: lln.attention(split, x, x),
+        "partial": lambda: lln.attention(partial, partial, partial),
+        "width": lambda: lln.attention(width, width, width),
+        "others": lambda: lln.attention(split, tokens, tokens),
+        "key heads": lambda: lln.attention(split, pair, pair),
+        "blocks": lambda: lln.attention(tokens, tokens, tokens, diag_block=16),
+        "scale": lambda: lln.attention(split, split, split, alpha=x, beta=x),
+        "mesh": lambda: lln.distributed.attention(x, x, x, group=mesh),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+            said[name] = "nothing"
+        except (TypeError, ValueError) as error:
+            said[name] = str(error)
+    return said
+
+
+def main(rank: int, store: str, out: Path) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=PROCESSES,
+        timeout=timedelta(seconds=60),
+    )
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    result = {
+        "errors": {case.name: compare(case, mesh) for case in CASES},
+        "frozen": frozen(mesh),
+        "refusals": refusals(mesh),
+    }
+    (out / f"{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

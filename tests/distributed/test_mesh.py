@@ -1,0 +1,46 @@
+"""DTensors on a 2 × 2 mesh equal one process, output and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.mesh_worker import CASES
+from tests.distributed.processes import run
+
+ROUNDING = 1e-12  # of sums in float64, in another order
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> list[dict[str, Any]]:
+    return run("tests.distributed.mesh_worker", tmp_path_factory.mktemp("mesh"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_shards_equal_one_process(results, case):
+    for result in results:
+        assert result["errors"][case.name] < ROUNDING
+
+
+def test_nobody_waits_for_a_process_that_needs_no_gradient(results):
+    assert max(result["frozen"] for result in results) < ROUNDING
+
+
+REFUSALS = {
+    "plain": "k is a plain tensor and another of q, k, v is a DTensor",
+    "partial": "q is a Partial sum on dimension 'inner' of the mesh; add it up first",
+    "width": "the width of q is split on dimension 'inner'",
+    "others": "batch, heads or tokens must be split alike: k.redistribute",
+    "key heads": "1 key heads cannot be split over 2 processes beside 4 query heads",
+    "blocks": "16 tokens are split into [8, 8]; with diag_block=16",
+    "scale": "alpha has shape [2, 4, 16, 8]; pass a number",
+    "mesh": "group is a mesh of 2 dimensions ('outer', 'inner')",
+}
+
+
+def test_layouts_that_cannot_work_are_refused_on_every_process(results):
+    for result in results:
+        assert result["refusals"].keys() == REFUSALS.keys()
+        for name, words in REFUSALS.items():
+            assert words in result["refusals"][name], name
