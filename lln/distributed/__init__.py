@@ -6,6 +6,7 @@ depend on the length of the sequence. Blocks of the diagonal branch never cross 
 of windows that do, the keys at the edges travel, too.
 """
 
+from lln.distributed.heads import HeadParallel
 from lln.distributed.sliced import attention
 
-__all__ = ["attention"]
+__all__ = ["HeadParallel", "attention"]

@@ -11,11 +11,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lln.moments import MomentFit
+from lln.nn import sharded
 from lln.nn.draw import Draw, keep_mask, kept_diagonals
 from lln.nn.feature_maps import LOG_FEATURES, FeatureMap, Unrotate, check_feature_map
 from lln.nn.levels import KeyCenter, Level
 from lln.nn.statistics import CAUSAL_NEEDS_STORED_STATISTICS, Matching, choose_statistics
-from lln.ops.arguments import autocast, check_mask, check_qkv, hide
+from lln.ops.arguments import autocast, check_mask, check_qkv, hide, is_dtensor
 from lln.ops.bidirectional import bidirectional
 from lln.ops.causal import causal
 from lln.ops.convolution import check_conv, convolve_tokens, draw_filters_
@@ -235,8 +236,12 @@ class LLNAttention(nn.Module):
 
         ``key_mask`` says which keys may be attended. ``query_mask`` says which queries count for
         the statistics, and only that: every query gets an output. Neither is guessed from the
-        other.
+        other. q, k and v may be DTensors that are split alike, see :func:`lln.attention`.
         """
+        if is_dtensor(q):
+            masks: dict[str, Any] = {"key_mask": key_mask, "query_mask": query_mask}
+            options = {"is_causal": self.causal, "dropout": self.dropout}
+            return sharded.attend(self, q, k, v, **masks, **options)
         q, k, v = autocast(q, k, v)
         self._check_inputs(q, k, key_mask, query_mask)
         check_qkv(q, k, v)

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.nn.init import constant_, xavier_normal_, xavier_uniform_
 
 from lln.moments import MomentFit
+from lln.nn import sharded
 from lln.nn.attention import LLNAttention
 from lln.nn.masks import check_causal_mask, pad_nested, unpad_nested, valid_keys
 from lln.nn.statistics import QUERIES_OF_UNKNOWN_ORDER
+from lln.ops.arguments import is_dtensor
 
 
 class LLNMultiheadAttention(nn.MultiheadAttention):
@@ -220,25 +222,53 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
             self._check_cross()
         key_mask = valid_keys(key_padding_mask, (k.shape[0], keys))
         query_mask = key_mask if query_is_key else None
-
-        k, v, key_mask = self._add_extra_keys(k, v, key_mask)
-        draw = self.attention.draw(
-            q,
-            k,
-            key_mask=key_mask,
-            query_mask=query_mask,
-            is_causal=is_causal,
-            dropout=self.dropout,
-        )
-        heads = self.attention.attend(q, k, v, draw)
+        masks: dict[str, Any] = {"key_mask": key_mask, "query_mask": query_mask}
+        if is_dtensor(q):
+            heads, weights = self._attend_sharded(q, k, v, masks, is_causal, need_weights), None
+        else:
+            heads, weights = self._attend(q, k, v, masks, is_causal, need_weights)
         out = self.out_proj(heads.transpose(1, 2).flatten(2))
-        weights = None
-        if need_weights:
-            weights = self.attention.attend_identity(q, k, draw).roll(keys - k.shape[2], -1)
-            weights = weights.mean(1) if average_attn_weights else weights
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
         if not batched:
             return out[0], None if weights is None else weights[0]
         return out if self.batch_first else out.transpose(0, 1), weights
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        masks: dict[str, Any],
+        is_causal: bool,
+        need_weights: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Give the output of each head, and its matrix if that is wanted."""
+        keys = k.shape[2]
+        k, v, masks["key_mask"] = self._add_extra_keys(k, v, masks["key_mask"])
+        draw = self.attention.draw(q, k, **masks, is_causal=is_causal, dropout=self.dropout)
+        heads = self.attention.attend(q, k, v, draw)
+        if not need_weights:
+            return heads, None
+        return heads, self.attention.attend_identity(q, k, draw).roll(keys - k.shape[2], -1)
+
+    def _attend_sharded(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        masks: dict[str, Any],
+        is_causal: bool,
+        need_weights: bool,
+    ) -> Tensor:
+        """Give the output of each head, where they are split over processes."""
+        if need_weights or self.bias_k is not None or self.add_zero_attn:
+            raise ValueError(
+                "need_weights=True, add_bias_kv and add_zero_attn are refused for DTensors; leave "
+                "them out, with need_weights=False"
+            )
+        options = {"is_causal": is_causal, "dropout": self.dropout}
+        return sharded.attend(self.attention, q, k, v, **masks, **options)
 
     @torch.no_grad()
     def calibrate_(

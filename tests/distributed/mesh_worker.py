@@ -6,6 +6,7 @@ through that of the mesh, and writes how far output and gradients are apart.
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from collections.abc import Callable
@@ -16,9 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import lln
 
@@ -139,6 +146,122 @@ def frozen(mesh: DeviceMesh) -> float:
     return difference(grads, {n: exact[n].grad[:, :, part] for n in "qkv"})  # type: ignore
 
 
+MODULES: dict[str, tuple[tuple[Any, Any], dict[str, Any]]] = {
+    "LLN": ((B, H), {}),
+    "recommended": ((B, H), dict(lln.nn.attention.RECOMMENDED) | {"diag_block": 4, "conv": 3}),
+    "grouped": ((H, B), {"num_kv_heads": 2, "diag_block": 4, "mix": "learned", "conv": 5}),
+    "joint": ((B, H), {"diag_block": 4, "mix": "joint"}),
+    "causal": (
+        (H, N),
+        {
+            "causal": True,
+            "statistics": "fixed",
+            "alpha": [1.0, 1.5, 2.0, 2.5],
+            "beta": 1.2,
+            "learn_scale": True,
+        },
+    ),
+    "running": ((B, N), {"statistics": "running", "diag_block": 4, "mix": "learned"}),
+}
+
+
+def gradients(module: nn.Module) -> dict[str, Any]:
+    return {name: x.grad for name, x in module.named_parameters()}
+
+
+def module_error(name: str, mesh: DeviceMesh) -> float:
+    """LLNAttention, whose parameters are whole on every process."""
+    placements, options = MODULES[name]
+    torch.manual_seed(1)
+    core = lln.nn.LLNAttention(4, 8, **options, dtype=torch.float64)
+    for parameter in core.parameters():
+        nn.init.normal_(parameter)
+    if options.get("statistics") == "running":
+        core.calibrate_(*torch.randn(2, 2, 4, 16, 8, dtype=torch.float64)).eval()
+    other = copy.deepcopy(core)
+    heads = 4, core.num_kv_heads, core.num_kv_heads
+    inputs = [torch.randn(2, each, 16, 8, dtype=torch.float64) for each in heads]
+    valid = torch.arange(16) < torch.tensor([[16], [11]])
+    d_out = torch.randn(2, 4, 16, 8, dtype=torch.float64)
+
+    def run(core: nn.Module, inputs: list[Tensor], d_out: Tensor) -> dict[str, Any]:
+        own = [x.requires_grad_() for x in inputs]
+        out = core(*own, valid, valid)
+        out.backward(d_out)
+        return {"out": out.detach(), **dict(zip("qkv", (x.grad for x in own), strict=True))}
+
+    split = [distribute_tensor(x, mesh, placements) for x in inputs]
+    got = run(other, split, distribute_tensor(d_out, mesh, placements))
+    exact = run(core, inputs, d_out)
+    return difference(got | gradients(other), exact | gradients(core))
+
+
+class Own(nn.Module):
+    """An attention layer as people write it, with four linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(32, 32).double() for _ in range(4))
+        self.core = lln.nn.LLNAttention(4, 8, diag_block=4, mix="learned").double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (4, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        return self.out(self.core(q, k, v).transpose(1, 2).flatten(2))
+
+
+def tensor_parallel(name: str, mesh: DeviceMesh) -> float:
+    """The heads of a layer over the inner dimension, samples over the outer, with FSDP or alone."""
+    torch.manual_seed(2)
+    batch = torch.randn(4, 16, 32, dtype=torch.float64)
+    padding = torch.arange(16) >= torch.tensor([[16], [11], [16], [7]])
+    if name == "linear layers":
+        layer: nn.Module = Own()
+        colwise = ColwiseParallel(use_local_output=False)
+        plan: Any = {"q": colwise, "k": colwise, "v": colwise, "out": RowwiseParallel()}
+    else:
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True).double()
+        layer.self_attn = lln.nn.LLNMultiheadAttention.from_torch(
+            layer.self_attn, diag_block=4, mix="learned", conv=3
+        )
+        plan = {
+            "self_attn": lln.distributed.HeadParallel(),
+            "linear1": ColwiseParallel(),
+            "linear2": RowwiseParallel(),
+        }
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    other = copy.deepcopy(layer)
+
+    def loss(layer: nn.Module, part: slice) -> Tensor:
+        if name == "linear layers":
+            return layer(batch[part]).square().mean()
+        return layer(batch[part], src_key_padding_mask=padding[part]).square().mean()
+
+    loss(layer, slice(None)).backward()
+    parallelize_module(other, mesh["inner"], plan)
+    part = slice(None)
+    if name == "encoder layer with FSDP":
+        fully_shard(other, mesh=mesh["outer"])
+        part = slice(0, 2) if mesh.get_local_rank("outer") == 0 else slice(2, 4)
+    loss(other, part).backward()
+    exact, got = gradients(layer), gradients(other)
+    if "self_attn.in_proj_weight" in exact:
+        packed = exact.pop("self_attn.in_proj_weight")
+        parts = zip("qkv", packed.chunk(3), strict=True)
+        exact |= {f"self_attn.{letter}_proj_weight": grad for letter, grad in parts}
+    return difference(got, exact)
+
+
+TENSOR_PARALLEL = ("linear layers", "encoder layer", "encoder layer with FSDP")
+
+
+def parallel(mesh: DeviceMesh, heads: int = 4) -> nn.Module:
+    layer = lln.nn.LLNMultiheadAttention(8, heads, batch_first=True)
+    return lln.distributed.HeadParallel()._apply(layer, mesh["inner"])
+
+
 def refusals(mesh: DeviceMesh) -> dict[str, str]:
     x = torch.randn(2, 4, 16, 8)
     split = distribute_tensor(x, mesh, [B, H])
@@ -154,6 +277,12 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         "key heads": lambda: lln.attention(split, pair, pair),
         "blocks": lambda: lln.attention(tokens, tokens, tokens, diag_block=16),
         "scale": lambda: lln.attention(split, split, split, alpha=x, beta=x),
+        "dropout": lambda: lln.nn.LLNAttention(4, 8, dropout=0.1)(split, split, split),
+        "running": lambda: lln.nn.LLNAttention(4, 8, statistics="running")(split, split, split),
+        "conv": lambda: lln.nn.LLNAttention(4, 8, conv=3)(tokens, tokens, tokens),
+        "weights": lambda: parallel(mesh)(*[x[:, 0]] * 3),
+        "linear": lambda: lln.distributed.HeadParallel()._apply(nn.Linear(2, 2), mesh["inner"]),
+        "odd heads": lambda: parallel(mesh, heads=1),
         "mesh": lambda: lln.distributed.attention(x, x, x, group=mesh),
     }
     said = {}
@@ -177,6 +306,8 @@ def main(rank: int, store: str, out: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     result = {
         "errors": {case.name: compare(case, mesh) for case in CASES},
+        "modules": {name: module_error(name, mesh) for name in MODULES},
+        "tensor parallel": {name: tensor_parallel(name, mesh) for name in TENSOR_PARALLEL},
         "frozen": frozen(mesh),
         "refusals": refusals(mesh),
     }

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.mesh_worker import CASES
+from tests.distributed.mesh_worker import CASES, MODULES, TENSOR_PARALLEL
 from tests.distributed.processes import run
 
 ROUNDING = 1e-12  # of sums in float64, in another order
@@ -23,6 +23,18 @@ def test_shards_equal_one_process(results, case):
         assert result["errors"][case.name] < ROUNDING
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_have_the_gradients_of_one_process(results, name):
+    for result in results:
+        assert result["modules"][name] < ROUNDING
+
+
+@pytest.mark.parametrize("name", TENSOR_PARALLEL)
+def test_layers_are_parallelized_by_torch(results, name):
+    for result in results:
+        assert result["tensor parallel"][name] < ROUNDING
+
+
 def test_nobody_waits_for_a_process_that_needs_no_gradient(results):
     assert max(result["frozen"] for result in results) < ROUNDING
 
@@ -35,6 +47,12 @@ REFUSALS = {
     "key heads": "1 key heads cannot be split over 2 processes beside 4 query heads",
     "blocks": "16 tokens are split into [8, 8]; with diag_block=16",
     "scale": "alpha has shape [2, 4, 16, 8]; pass a number",
+    "dropout": "dropout is refused for DTensors",
+    "running": "statistics='running' while training is refused for DTensors",
+    "conv": "conv=3 looks at neighbours of a token",
+    "weights": "leave them out, with need_weights=False",
+    "linear": "HeadParallel is for lln.nn.LLNMultiheadAttention, not Linear",
+    "odd heads": "1 heads cannot be split over a mesh of (2,) processes",
     "mesh": "group is a mesh of 2 dimensions ('outer', 'inner')",
 }
 
