@@ -29,7 +29,7 @@ from lln.ops.causal import causal
 from lln.ops.dispatch import choose, name_of
 from lln.ops.eager.varlen import in_groups
 from lln.ops.lln_diag import lln_diag
-from lln.ops.local import Local, check_level, read_local, read_mix
+from lln.ops.local import Local, check_level, read_causal_block, read_local, read_mix
 from lln.ops.near_far import near_far
 from lln.ops.state import State, read, summarize
 from lln.ops.varlen import check_packed, check_packed_qkv, varlen
@@ -69,6 +69,7 @@ def attention(
     key_mask: Bool[Tensor, "B M"] | None = None,
     query_mask: Bool[Tensor, "B N"] | None = None,
     is_causal: bool = False,
+    causal_block: int | None = None,
     diag_block: int | None = None,
     diag_overlap: int = 0,
     sinks: int = 0,
@@ -101,6 +102,9 @@ def attention(
         query_mask: True = a real query. Only used to measure the queries' statistics: outputs of
             masked queries are computed all the same.
         is_causal: Query i sees keys j <= i + M − N. alpha and beta are then required.
+        causal_block: With ``is_causal``, full attention inside blocks of K positions and causal
+            attention across them: query i sees keys j with j // K <= (i + M − N) // K. A multiple
+            of ``diag_block``; not with ``diag_overlap``, ``sinks`` or mix="joint".
         diag_block: Add softmax attention inside blocks of this many positions: LLN+Diag.
         diag_overlap: Keys before and after its block that a query sees there, too (causal: before).
         sinks: Number of first valid keys that every query sees there, too.
@@ -139,6 +143,7 @@ def attention(
         scale=scale, mix=mix, gamma=gamma, far=far,
     )  # fmt: skip
     check_features(q, k, q_features, k_features, alpha)
+    causal_block = read_causal_block(causal_block, is_causal=is_causal, local=local)
     weight = read_mix(mix, q.shape[1], q)
     scales = _scales(
         q, k, alpha, beta, key_mask, query_mask, is_causal, method, normalize_keys, impl
@@ -150,13 +155,15 @@ def attention(
         "normalize_keys": normalize_keys,
     }
     if local is None:
-        attend = causal if is_causal else bidirectional
         features = q if q_features is None else q_features, k if k_features is None else k_features
-        return attend(*features, v, **options, impl=impl)
+        if is_causal:
+            return causal(*features, v, **options, causal_block=causal_block, impl=impl)
+        return bidirectional(*features, v, **options, impl=impl)
     options |= {"is_causal": is_causal, "q_far": q_features, "k_far": k_features}
     if local.joint:
         level = _level(q, k, gamma, query_mask, local, **options)
         return near_far(q, k, v, gamma=level, **options, **local.options, impl=impl)
+    options["causal_block"] = causal_block
     return lln_diag(q, k, v, mix=weight, **options, **local.options, impl=impl)
 
 
@@ -173,6 +180,7 @@ def attention_varlen(
     key_mask: Bool[Tensor, " Tk"] | None = None,
     query_mask: Bool[Tensor, " T"] | None = None,
     is_causal: bool = False,
+    causal_block: int | None = None,
     diag_block: int | None = None,
     diag_overlap: int = 0,
     sinks: int = 0,
@@ -209,6 +217,7 @@ def attention_varlen(
         scale=scale, mix=mix, gamma=gamma, far=far,
     )  # fmt: skip
     check_pair(alpha, beta, is_causal)
+    causal_block = read_causal_block(causal_block, is_causal=is_causal, local=local)
     weight = read_mix(mix, q.shape[1], q)
     sequences, heads, key_heads = len(cu_seqlens_q) - 1, q.shape[1], k.shape[1]
     offsets = cu_seqlens_q, cu_seqlens_k
@@ -230,18 +239,23 @@ def attention_varlen(
         "is_causal": is_causal,
         "normalize_keys": normalize_keys,
     }
-    if local is None or not (local.joint or local.overlap or local.sinks or weight is not None):
+    plain = local is None or not (local.joint or local.overlap or local.sinks or weight is not None)
+    if plain and causal_block is None:
         block, scale = (None, 1.0) if local is None else (local.block, local.scale)
         return varlen(q, k, v, *offsets, block=block, scale=scale, **options, impl=impl)
-    if local.joint:
+    if local is not None and local.joint:
         if gamma is None:
             check_level(is_causal)
         else:
             gamma = as_level("gamma", gamma, sequences, heads, q)
 
     def attend(q, k, v, query_mask, gamma, **options):
+        if local is None:
+            del options["is_causal"]
+            return causal(q, k, v, causal_block=causal_block, **options, impl=impl)
         if not local.joint:
-            return lln_diag(q, k, v, mix=weight, **options, **local.options, impl=impl)
+            blocks = {"causal_block": causal_block, **local.options}
+            return lln_diag(q, k, v, mix=weight, **options, **blocks, impl=impl)
         level = _level(q, k, gamma, query_mask, local, **options)
         return near_far(q, k, v, gamma=level, **options, **local.options, impl=impl)
 
@@ -276,6 +290,7 @@ def prefill(
     *,
     alpha: float | Tensor,
     beta: float | Tensor,
+    causal_block: int | None = None,
     key_mask: Bool[Tensor, "B N"] | None = None,
     normalize_keys: bool = False,
     impl: str | None = None,
@@ -289,6 +304,8 @@ def prefill(
         q, k, v: The next tokens, shaped as in :func:`attention`, with equally many of each.
         state: What came before; None at the start of the stream.
         alpha, beta: As in :func:`attention`; required, since statistics must not see the future.
+        causal_block: As in :func:`attention`. Pieces then hold whole blocks. To compute a block
+            again, as diffusion models do, give the state before it again.
 
     Example:
         >>> out, state = lln.prefill(q, k, v, alpha=2.0, beta=2.0)             # the prompt
@@ -302,6 +319,13 @@ def prefill(
             "of the same new tokens, earlier keys come with state="
         )
     check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k)
+    causal_block = read_causal_block(causal_block, is_causal=True)
+    if causal_block is not None and q.shape[2] % causal_block:
+        raise ValueError(
+            f"a piece of {q.shape[2]} tokens cuts a block of causal_block={causal_block}: its "
+            "tokens see each other, so they must come in one piece. Pass whole blocks; fill up the "
+            "last one of a stream with tokens that key_mask hides, and drop their outputs"
+        )
     scales = {
         "alpha": as_scale("alpha", alpha, q.shape[0], q.shape[1], q),
         "beta": as_scale("beta", beta, k.shape[0], k.shape[1], k),
@@ -330,6 +354,7 @@ def prefill(
         v,
         **scales,
         **keys,
+        causal_block=causal_block,
         state=state,
         impl=impl,
     )
@@ -342,6 +367,7 @@ def which(
     v: Tensor,
     *,
     is_causal: bool = False,
+    causal_block: int | None = None,
     diag_block: int | None = None,
     diag_overlap: int = 0,
     sinks: int = 0,
@@ -373,8 +399,10 @@ def which(
     local = read_local(
         head_dim=q.shape[-1], diag_block=diag_block, diag_overlap=diag_overlap, sinks=sinks, mix=mix
     )
+    causal_block = read_causal_block(causal_block, is_causal=is_causal, local=local)
     needs = {"dropout"} if dropout else set()
     op = "causal" if is_causal else "bidirectional"
+    op = op if causal_block is None else "block_causal"
     if local is not None:
         op = "near_far" if local.joint else "lln_diag"
         if read_mix(mix, q.shape[1], q) is not None:
@@ -384,9 +412,10 @@ def which(
         if local.far == "all":
             needs.add("far_all")
     plain = not (local is not None and (local.joint or needs - {"dropout"}))
-    if packed and plain:
+    if packed and plain and causal_block is None:
         op = "varlen"
-    call = Call(op, q, k, v, frozenset(needs), is_causal, diag_block, diag_overlap, sinks)
+    window = diag_block, diag_overlap, sinks
+    call = Call(op, q, k, v, frozenset(needs), is_causal, *window, causal_block=causal_block)
     return name_of(choose(call, impl))
 
 

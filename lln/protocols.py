@@ -31,7 +31,8 @@ class Call:
     ``needs`` names features beyond the plain op: ``"dropout"``, ``"learned_mix"``, ``"state"``,
     ``"windows"`` (overlapping blocks, sinks), ``"features"`` (of one's own for the LLN branch),
     ``"far_all"``. The other fields are given for ops that have them as options; ``slots`` is the
-    width of features of one's own.
+    width of features of one's own, ``causal_block`` the number of tokens that see each other in
+    causal attention, None for one.
     """
 
     op: str
@@ -44,6 +45,7 @@ class Call:
     overlap: int = 0
     sinks: int = 0
     slots: int | None = None
+    causal_block: int | None = None
 
 
 @runtime_checkable

@@ -22,6 +22,7 @@ def lln_diag(
     sinks: int = 0,
     key_mask: Bool[Tensor, "B M"] | None = None,
     is_causal: bool = False,
+    causal_block: int | None = None,
     normalize_keys: bool = False,
     mix: Float[Tensor, " H"] | None = None,
     q_far: Float[Tensor, "B H N S"] | None = None,
@@ -33,6 +34,8 @@ def lln_diag(
     """The average of LLN attention and block-diagonal softmax attention (Fig. 3).
 
     Args:
+        causal_block: Let causal queries see all of their block of this many positions, a multiple
+            of ``block``; without overlap and sinks.
         overlap, sinks: Keys beyond its block that a query sees, as in :func:`near_far`.
         mix: Weight of the LLN branch per head; None is the paper's average, 0.5.
         q_far, k_far: What the LLN branch sees instead of q and k, of any width S.
@@ -51,9 +54,12 @@ def lln_diag(
         "probability_dropout": (probability_dropout, "dropout"),
     }
     extra = {name: value for name, (value, _) in options.items() if value is not None}
+    if causal_block is not None:
+        extra["causal_block"] = causal_block
     needs = frozenset(need for value, need in options.values() if value is not None)
     seen = q if q_far is None else q_far, k if k_far is None else k_far
-    return choose(Call("lln_diag", *seen, v, needs, is_causal, block), impl).lln_diag(
+    call = Call("lln_diag", *seen, v, needs, is_causal, block, causal_block=causal_block)
+    return choose(call, impl).lln_diag(
         q,
         k,
         v,

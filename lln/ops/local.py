@@ -124,6 +124,51 @@ def read_mix(mix: object, heads: int, like: Tensor) -> Tensor | None:
     return weight.to(device=like.device, dtype=dtype).expand(heads)
 
 
+def read_causal_block(
+    causal_block: object, *, is_causal: bool, local: Local | None = None
+) -> int | None:
+    """Check the blocks of causal attention; None where they hold one token each.
+
+    Raises:
+        ValueError: It is not positive, attention is not causal, or the diagonal branch has blocks,
+            windows or a normaliser that do not go with it.
+        TypeError: It is not an int.
+    """
+    if causal_block is None:
+        return None
+    check_positive_int("causal_block", causal_block)
+    assert isinstance(causal_block, int)
+    if not is_causal:
+        raise ValueError(
+            f"causal_block={causal_block} is of causal attention, and would be ignored without it; "
+            "give is_causal=True (causal=True in modules) too"
+        )
+    if causal_block == 1:
+        return None
+    if local is not None:
+        _check_local_blocks(causal_block, local)
+    return causal_block
+
+
+def _check_local_blocks(causal_block: int, local: Local) -> None:
+    if local.joint:
+        raise ValueError(
+            f"causal_block={causal_block} with mix='joint' is not possible; average the branches "
+            "(mix='average', a number or, in modules, 'learned')"
+        )
+    if local.overlap or local.sinks:
+        raise ValueError(
+            f"causal_block={causal_block} with diag_overlap={local.overlap}, sinks={local.sinks} "
+            "is not possible; leave both out"
+        )
+    if causal_block % local.block:
+        raise ValueError(
+            f"causal_block={causal_block} is not a multiple of diag_block={local.block}: a block "
+            "of the diagonal branch would reach into a later causal block; choose a divisor of "
+            "causal_block as diag_block"
+        )
+
+
 def check_level(is_causal: bool) -> None:
     """Refuse to measure gamma where that would let the future through."""
     if is_causal:

@@ -8,6 +8,7 @@ near keys by the kernel of windows, the far ones by plain PyTorch.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +26,11 @@ def refuses(call: Call) -> str | None:
     if call.op != "lln_diag":
         return f"{call.op} has no two branches; this is for LLN+Diag"
     linear = "causal" if call.is_causal else "bidirectional"
-    return triton.refuses(Call(linear, call.q, call.k, call.v, call.needs, call.is_causal))
+    linear = linear if call.causal_block is None else "block_causal"
+    tensors = call.q, call.k, call.v
+    return triton.refuses(
+        Call(linear, *tensors, call.needs, call.is_causal, causal_block=call.causal_block)
+    )
 
 
 def near_far(
@@ -39,11 +44,13 @@ def near_far(
 
 
 def lln_diag(
-    q, k, v, *, alpha, beta, block, scale, key_mask=None, is_causal=False, normalize_keys=False,
-    mix=None, overlap=0, sinks=0, q_far=None, k_far=None,
+    q, k, v, *, alpha, beta, block, scale, key_mask=None, is_causal=False, causal_block=None,
+    normalize_keys=False, mix=None, overlap=0, sinks=0, q_far=None, k_far=None,
 ) -> Tensor:  # fmt: skip
     """mix · LLN + (1 − mix) · softmax over near keys (Fig. 3); the average if ``mix`` is None."""
     attend = triton.causal if is_causal else triton.bidirectional
+    if causal_block is not None:  # as in plain PyTorch: nothing to hide in the blocks
+        attend, is_causal = functools.partial(triton.block_causal, causal_block=causal_block), False
     scales = {"alpha": alpha, "beta": beta, "normalize_keys": normalize_keys}
     far = q if q_far is None else q_far, k if k_far is None else k_far
     linear = attend(*far, v, key_mask=key_mask, **scales)

@@ -31,15 +31,22 @@ def visible(
     *,
     key_mask: Bool[Tensor, "B M"] | None = None,
     is_causal: bool = False,
+    causal_block: int | None = None,
     block: int | None = None,
     device: torch.device | str | None = None,
 ) -> Bool[Tensor, "#B 1 N M"]:
-    """Which query sees which key: position i + M − N sees j (bottom-right alignment)."""
+    """Which query sees which key: position i + M − N sees j (bottom-right alignment).
+
+    Causal with ``causal_block`` K, position i sees the keys of its own block and of those before:
+    j // K ≤ i // K.
+    """
     i = torch.arange(queries, device=device)[:, None] + keys - queries
     j = torch.arange(keys, device=device)[None, :]
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
     if is_causal:
-        seen = seen & (j <= i)
+        size = causal_block or 1
+        past = j.div(size, rounding_mode="floor") <= i.div(size, rounding_mode="floor")
+        seen = seen & past
     if block is not None:
         same = i.div(block, rounding_mode="floor") == j.div(block, rounding_mode="floor")
         seen = seen & same
@@ -56,13 +63,17 @@ def near_field(
     sinks: int = 0,
     key_mask: Bool[Tensor, "B M"] | None = None,
     is_causal: bool = False,
+    causal_block: int | None = None,
     device: torch.device | str | None = None,
 ) -> Bool[Tensor, "#B 1 N M"]:
     """Which of the keys that a query sees are near it: window and sinks.
 
     The window of block b is C·b − overlap … C·(b+1) + overlap − 1; sinks are the first valid keys.
     """
-    seen = visible(queries, keys, key_mask=key_mask, is_causal=is_causal, device=device)
+    seen = visible(
+        queries, keys, key_mask=key_mask, is_causal=is_causal, causal_block=causal_block,
+        device=device,
+    )  # fmt: skip
     i = torch.arange(queries, device=device)[:, None] + keys - queries
     j = torch.arange(keys, device=device)[None, :]
     start = i.div(block, rounding_mode="floor") * block
@@ -138,10 +149,14 @@ def lln_matrix(
     beta: Float[Tensor, "B Hkv"],
     key_mask: Bool[Tensor, "B M"] | None = None,
     is_causal: bool = False,
+    causal_block: int | None = None,
     normalize_keys: bool = False,
 ) -> Float[Tensor, "B H N M"]:
     """P of eq. (9), the sum restricted to visible keys."""
-    seen = visible(q.shape[2], k.shape[2], key_mask=key_mask, is_causal=is_causal, device=q.device)
+    seen = visible(
+        q.shape[2], k.shape[2], key_mask=key_mask, is_causal=is_causal, causal_block=causal_block,
+        device=q.device,
+    )  # fmt: skip
     if key_mask is not None:
         k = k.masked_fill(~key_mask[:, None, :, None], 0)
     scores = lln_scores(q, k, alpha=alpha, beta=beta, normalize_keys=normalize_keys)
@@ -176,11 +191,12 @@ def near_matrix(
     scale: float,
     key_mask: Bool[Tensor, "B M"] | None = None,
     is_causal: bool = False,
+    causal_block: int | None = None,
 ) -> Float[Tensor, "B H N M"]:
     """Softmax attention over the near keys: blocks that overlap, and sinks."""
     near = near_field(
         q.shape[2], k.shape[2], block=block, overlap=overlap, sinks=sinks, key_mask=key_mask,
-        is_causal=is_causal, device=q.device,
+        is_causal=is_causal, causal_block=causal_block, device=q.device,
     )  # fmt: skip
     if key_mask is not None:
         k = k.masked_fill(~key_mask[:, None, :, None], 0)
@@ -261,6 +277,16 @@ def causal(q, k, v, *, alpha, beta, key_mask=None, normalize_keys=False) -> Tens
 
 
 @_rounded_once
+def block_causal(
+    q, k, v, *, alpha, beta, causal_block, key_mask=None, normalize_keys=False
+) -> Tensor:  # fmt: skip
+    """LLN attention, eq. (8) with the sum restricted to j // K ≤ (i + M − N) // K."""
+    scales = {"alpha": alpha, "beta": beta, "normalize_keys": normalize_keys}
+    masks = {"key_mask": key_mask, "is_causal": True, "causal_block": causal_block}
+    return attend(lln_matrix(q, k, **scales, **masks), v, key_mask)
+
+
+@_rounded_once
 def block_diagonal(q, k, v, *, block, scale, key_mask=None, is_causal=False) -> Tensor:
     """The block-diagonal softmax branch of Fig. 3."""
     p = block_diagonal_matrix(
@@ -272,11 +298,11 @@ def block_diagonal(q, k, v, *, block, scale, key_mask=None, is_causal=False) -> 
 @_rounded_once
 def lln_diag(
     q, k, v, *, alpha, beta, block, scale, overlap=0, sinks=0, mix=None, q_far=None, k_far=None,
-    key_mask=None, is_causal=False, normalize_keys=False,
+    key_mask=None, is_causal=False, causal_block=None, normalize_keys=False,
 ) -> Tensor:  # fmt: skip
     """LLN+Diag of Fig. 3: the average of the two branches, or with the weight ``mix`` of LLN."""
     scales = {"alpha": alpha, "beta": beta, "normalize_keys": normalize_keys}
-    masks = {"key_mask": key_mask, "is_causal": is_causal}
+    masks = {"key_mask": key_mask, "is_causal": is_causal, "causal_block": causal_block}
     q_far, k_far = q if q_far is None else q_far, k if k_far is None else k_far
     linear = lln_matrix(q_far.to(q.dtype), k_far.to(q.dtype), **scales, **masks)
     local = near_matrix(q, k, block=block, scale=scale, overlap=overlap, sinks=sinks, **masks)

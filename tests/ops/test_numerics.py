@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -13,6 +15,10 @@ from tests.helpers import ADVERSARIAL, adversarial, relative_error, run_with_gra
 OPS = {
     "bidirectional": (bidirectional, reference.bidirectional),
     "causal": (causal, reference.causal),
+    "block_causal": (
+        functools.partial(causal, causal_block=64),
+        functools.partial(reference.block_causal, causal_block=64),
+    ),
 }
 SCALE = 2.0
 

@@ -6,6 +6,8 @@ LLN+Diag rounds once, not three times.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from lln.ops.arguments import transforms_active
 from lln.ops.eager import fused_blocks
 from lln.ops.eager.block_diagonal import block_diagonal_op
 from lln.ops.eager.causal import causal_op
+from lln.ops.eager.joint.far import far_op
 from lln.ops.eager.joint.near_far import near, near_far
 from lln.ops.eager.parts import causal_by_parts
 from lln.ops.eager.state import merge, read_op, summarize_op
@@ -21,6 +24,7 @@ from lln.protocols import Call
 
 __all__ = [
     "bidirectional",
+    "block_causal",
     "block_diagonal",
     "causal",
     "lln_diag",
@@ -88,6 +92,34 @@ def causal(
     )
 
 
+def block_causal(
+    q,
+    k,
+    v,
+    *,
+    alpha,
+    beta,
+    causal_block,
+    key_mask=None,
+    normalize_keys=False,
+    state=None,
+    slot_dropout=None,
+    wide=False,
+) -> Tensor:
+    """Causal LLN attention whose queries see all of their block: the prefix state it ends.
+
+    Far keys end where a window begins: that of a block with an overlap of −K begins at its end.
+    """
+    before = summarize(k[:, :, :0], v[:, :, :0], beta=beta)
+    if state is not None:
+        before = state.log_mass, state.mean
+    out, _ = far_op(
+        *(q, k, v, alpha, beta, *before, key_mask, slot_dropout),
+        *(normalize_keys, causal_block, -causal_block, 0, True),
+    )
+    return out if wide else out.to(q.dtype)
+
+
 def lln_diag(
     q,
     k,
@@ -101,6 +133,7 @@ def lln_diag(
     sinks=0,
     key_mask=None,
     is_causal=False,
+    causal_block=None,
     normalize_keys=False,
     mix=None,
     q_far=None,
@@ -109,7 +142,10 @@ def lln_diag(
     probability_dropout=None,
 ) -> Tensor:
     """mix · LLN + (1 − mix) · softmax over near keys; the average if ``mix`` is None."""
-    linear = (causal if is_causal else bidirectional)(
+    attend = causal if is_causal else bidirectional
+    if causal_block is not None:  # which holds whole blocks of the diagonal: nothing to hide there
+        attend, is_causal = functools.partial(block_causal, causal_block=causal_block), False
+    linear = attend(
         q if q_far is None else q_far,
         k if k_far is None else k_far,
         v,
@@ -133,7 +169,7 @@ def lln_diag(
         wide=True,
         **window,
     )
-    if mix is None and transforms_active():  # which refuse to write in place
+    if mix is None and (causal_block or transforms_active()):  # which refuse to write in place
         return (0.5 * (linear + local)).to(q.dtype)
     if mix is None:
         return linear.lerp_(local, 0.5).to(q.dtype)  # fresh memory costs more than arithmetic

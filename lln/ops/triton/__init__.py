@@ -25,6 +25,7 @@ _MODULES = {
     "varlen": "linear.varlen",
     "decode": "linear.decode",
     "causal": "triangle.causal",
+    "block_causal": "joint.far",
     "block_diagonal": "blocks.block_diagonal",
     "lln_diag": "blocks.lln_diag",
     "near": "joint.near_far",
@@ -76,8 +77,12 @@ def refuses(call: Call) -> str | None:
         return "dropout of attention weights is not fused"
     if call.op == "lln_diag" and call.needs & {"windows", "features"}:
         return "overlapping blocks, sinks and features of their own are not fused with LLN"
+    if call.op == "lln_diag" and call.causal_block is not None:
+        return "causal blocks are not fused with the diagonal branch"
     if call.op == "varlen":
         return _refuses_packed(call)
+    if call.op == "block_causal":
+        return _refuses_causal_blocks(call) or _refuses_states(call)
     if call.op in ("near", "near_far"):
         return _refuses_near(call) or (_refuses_far(call) if call.op == "near_far" else None)
     return _refuses_causal(call) or _refuses_blocks(call)
@@ -95,8 +100,18 @@ def _refuses_near(call: Call) -> str | None:
     return None
 
 
+def _refuses_causal_blocks(call: Call) -> str | None:
+    q, k = call.q, call.k
+    if "state" in call.needs:
+        return "a state before causal blocks has no kernel"
+    if q.shape[2] != k.shape[2]:
+        return f"{q.shape[2]} queries of {k.shape[2]} keys; the kernels of blocks take equally many"
+    if (call.causal_block or 0) < LEAST_SEGMENT:
+        return f"causal_block={call.causal_block}; the kernels take {LEAST_SEGMENT} and more"
+    return None
+
+
 def _refuses_far(call: Call) -> str | None:
-    slots, values = call.slots or call.q.shape[-1], call.v.shape[-1]
     if "far_all" in call.needs:
         return "far='all': the kernels take the keys outside of the windows"
     segment = math.gcd(call.block or 0, call.overlap)
@@ -105,6 +120,11 @@ def _refuses_far(call: Call) -> str | None:
             f"blocks of {call.block} that overlap by {call.overlap}: the kernels of far keys want "
             f"a common divisor of at least {LEAST_SEGMENT}"
         )
+    return _refuses_states(call)
+
+
+def _refuses_states(call: Call) -> str | None:
+    slots, values = call.slots or call.q.shape[-1], call.v.shape[-1]
     most = STATE_ELEMENTS if call.q.dtype.itemsize == 2 else STATE_ELEMENTS // 2
     if slots not in WIDTHS or padded(slots) * padded(values) > most:
         return (

@@ -2,7 +2,7 @@
 
 Block b reads the state of the keys left of C·b − o merged with that of the keys from C·(b+1) + o on
 (causal: the former alone). Nothing is subtracted: prefix states run from the left, suffix states
-from the right.
+from the right. With o = −C and causal, block b reads all keys up to its own end: causal blocks.
 
     ℓ_i = logsumexp_l(α q_il + L_bl),   out_i = Σ_l exp(α q_il + L_bl − ℓ_i) M_bl
 

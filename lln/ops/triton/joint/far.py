@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -36,6 +37,26 @@ def join(
     """
     window = normalize_keys, block, overlap, is_causal
     return _join(near, near_log.float(), q, k, v, alpha, beta, gamma, key_mask, *window)[0]
+
+
+def block_causal(
+    q: Float[Tensor, "B H N S"],
+    k: Float[Tensor, "B Hkv N S"],
+    v: Float[Tensor, "B Hkv N E"],
+    *,
+    alpha: Float[Tensor, "B H"],
+    beta: Float[Tensor, "B Hkv"],
+    causal_block: int,
+    key_mask: Bool[Tensor, "B N"] | None = None,
+    normalize_keys: bool = False,
+) -> Float[Tensor, "B H N E"]:
+    """Causal LLN attention whose queries see all of their block: far keys that end after it."""
+    shape = *q.shape[:3], v.shape[-1]
+    nothing = q.new_zeros((1, 1, 1, shape[-1])).expand(shape)
+    no_sum = q.new_full(shape[:3], -torch.inf, dtype=torch.float32)
+    window = normalize_keys, causal_block, -causal_block, True
+    level = torch.zeros_like(alpha)
+    return _join(nothing, no_sum, q, k, v, alpha, beta, level, key_mask, *window)[0]
 
 
 def _prepared(near, near_log, q, k, v, key_mask) -> tuple[Any, ...]:
