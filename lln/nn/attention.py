@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +22,7 @@ from lln.ops.bidirectional import bidirectional
 from lln.ops.causal import causal
 from lln.ops.convolution import check_conv, convolve_tokens, draw_filters_
 from lln.ops.lln_diag import lln_diag
-from lln.ops.local import read_local
+from lln.ops.local import read_causal_block, read_local
 from lln.ops.near_far import near, near_far
 from lln.protocols import compute_dtype
 
@@ -46,6 +47,10 @@ class LLNAttention(nn.Module):
         num_kv_heads: Key and value heads, a divisor of ``num_heads`` (GQA); default ``num_heads``.
         causal: Each query sees the keys up to its own position (bottom-right aligned when M ≠ N).
             Needs ``statistics="running"`` or ``"fixed"``.
+        causal_block: With ``causal``, full attention inside blocks of this many positions and
+            causal attention across them, see :func:`lln.attention`. A multiple of ``diag_block``;
+            not with ``diag_overlap``, ``sinks`` or ``mix="joint"``. ``conv`` stays causal token by
+            token.
         causal_queries: Cross-attention of a decoder: each query sees all keys, and its output must
             not depend on the queries after it. Measured over all queries, α and β would let them
             through, so they are taken as in causal attention, with the same needs.
@@ -110,6 +115,7 @@ class LLNAttention(nn.Module):
         *,
         num_kv_heads: int | None = None,
         causal: bool = False,
+        causal_block: int | None = None,
         causal_queries: bool = False,
         diag_block: int | None = None,
         diag_overlap: int = 0,
@@ -156,6 +162,7 @@ class LLNAttention(nn.Module):
             head_dim=head_dim, diag_block=diag_block, diag_overlap=diag_overlap, sinks=sinks,
             scale=scale if diag_block is not None else None, mix=mix, gamma=gamma, far=far,
         )  # fmt: skip
+        self.causal_block = read_causal_block(causal_block, is_causal=causal, local=self.local)
         self.scale = head_dim**-0.5 if self.local is None else self.local.scale
         matching = Matching(
             num_heads, self.num_kv_heads, head_dim, method, target, normalize_keys, impl,
@@ -207,7 +214,7 @@ class LLNAttention(nn.Module):
     @property
     def positions_matter(self) -> bool:
         """Whether padding before the first token would change the output: it moves the blocks."""
-        return self.diag_block is not None
+        return self.diag_block is not None or self.causal_block is not None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -436,7 +443,9 @@ class LLNAttention(nn.Module):
             "slot_dropout": draw.slot_dropout,
         }
         shared = {"key_mask": draw.key_mask, "impl": impl or self.impl}
-        op = causal if draw.is_causal else bidirectional
+        op, blocks = bidirectional, self.causal_block if draw.is_causal else None
+        if draw.is_causal:
+            op = functools.partial(causal, causal_block=blocks)
         far = _named(draw.far)
         seen = far.get("q_far", q), far.get("k_far", k)
         if self.local is None:
@@ -447,7 +456,9 @@ class LLNAttention(nn.Module):
             joint = {"gamma": draw.gamma, "near_kept": draw.diag_kept}
             return near_far(q, k, v, **joint, **far, **linear, **local, **both)
         if draw.diag_kept is None:
+            both["causal_block"] = blocks
             return lln_diag(q, k, v, mix=draw.mix, **far, **linear, **local, **both)
+        both["is_causal"] = draw.is_causal and blocks is None  # whole blocks see each other
         weight = 0.5 if draw.mix is None else draw.mix
         weight = torch.where(draw.diag_kept[:, None], weight, 1.0)[..., None, None].to(q.dtype)
         return torch.lerp(near(q, k, v, **local, **both), op(*seen, v, **linear, **shared), weight)
@@ -503,6 +514,7 @@ class LLNAttention(nn.Module):
         options = {
             "num_kv_heads": (self.num_kv_heads, self.num_heads),
             "causal": (self.causal, False),
+            "causal_block": (self.causal_block, None),
             "causal_queries": (self.causal_queries, False),
             "diag_block": (self.diag_block, None),
             "diag_overlap": (self.local.overlap if self.local else 0, 0),

@@ -16,6 +16,7 @@ from lln.nn.attention import LLNAttention
 from lln.nn.masks import check_causal_mask, pad_nested, unpad_nested, valid_keys
 from lln.nn.statistics import QUERIES_OF_UNKNOWN_ORDER
 from lln.ops.arguments import is_dtensor
+from lln.ops.local import read_causal_block
 
 
 class LLNMultiheadAttention(nn.MultiheadAttention):
@@ -34,6 +35,8 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         feature_map, slots, center_keys: See there, too.
         learn_scale, diag_dropout, momentum, scale, impl: See there, too. Causality is an argument
             of ``forward``, as in torch.
+        causal_block: Of calls with ``is_causal=True``, see there, too; an ``attn_mask`` must say
+            the same.
         causal_queries: For cross-attention (``query is not key``), where the module cannot know:
             True in a decoder, whose queries must not see those after them, see there; False if they
             may. Left out, cross-attention that would measure its queries is an error.
@@ -63,6 +66,7 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
+        causal_block: int | None = None,
         causal_queries: bool | None = None,
         diag_block: int | None = None,
         diag_overlap: int = 0,
@@ -106,8 +110,10 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         )
         # torch's encoder layers run their own softmax kernel in eval mode when this is True.
         self._qkv_same_embed_dim = False
-        if (diag_block is not None or conv) and (add_bias_kv or add_zero_attn):
-            name, value = ("conv", conv) if diag_block is None else ("diag_block", diag_block)
+        counting = {"diag_block": diag_block, "causal_block": causal_block, "conv": conv or None}
+        counting = {name: value for name, value in counting.items() if value is not None}
+        if counting and (add_bias_kv or add_zero_attn):
+            name, value = next(iter(counting.items()))
             raise ValueError(
                 f"{name}={value} counts positions, and the extra keys of add_bias_kv and "
                 f"add_zero_attn have none; use {name} without them"
@@ -142,6 +148,9 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
             impl=impl,
             device=device,
             dtype=dtype,
+        )
+        self.attention.causal_block = read_causal_block(
+            causal_block, is_causal=True, local=self.attention.local
         )
 
     @classmethod
@@ -198,7 +207,8 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
                 the same tokens are also left out of the query statistics; with another ``query``
                 every one of its tokens counts.
             need_weights: Also return the attention matrix, O(L S) time and memory.
-            attn_mask: None, or the square causal mask together with ``is_causal=True``.
+            attn_mask: None, or the square causal mask together with ``is_causal=True``; with
+                ``causal_block`` the mask of its blocks.
             is_causal: Needs ``statistics="running"`` or ``"fixed"``; unlike in torch it may be
                 given without the mask.
 
@@ -217,7 +227,10 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         q, k, v = self._project(query, key, value)
         queries, keys = q.shape[2], k.shape[2]
-        check_causal_mask(attn_mask, is_causal=is_causal, queries=queries, keys=keys)
+        blocks = self.attention.causal_block
+        check_causal_mask(
+            attn_mask, is_causal=is_causal, queries=queries, keys=keys, causal_block=blocks
+        )
         if not (query_is_key or is_causal):
             self._check_cross()
         key_mask = valid_keys(key_padding_mask, (k.shape[0], keys))

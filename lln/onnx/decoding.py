@@ -27,6 +27,11 @@ class DecodingStep(nn.Module):
         super().__init__()
         if not core.causal:
             raise ValueError("only causal attention decodes; make the core with causal=True")
+        if core.causal_block is not None:
+            raise ValueError(
+                f"causal_block={core.causal_block} decodes whole blocks, not tokens; export the "
+                "core itself, for whole sequences, or decode in PyTorch with lln.prefill"
+            )
         for name, there in (("diag_block", core.local is not None), ("conv", core.conv > 0)):
             if there:
                 raise ValueError(

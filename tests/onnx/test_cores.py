@@ -34,6 +34,7 @@ CORES: dict[str, tuple[bool, list[dict]]] = {
         [
             {"statistics": "running"},
             {"statistics": "fixed", "diag_block": 8, "conv": 5, "mix": "learned"},
+            {"statistics": "fixed", "diag_block": 4, "causal_block": 8},
         ],
     ),
     "slow bidirectional": (

@@ -30,7 +30,10 @@ from lln.instruments.recording.attention_call import AttentionCall, Branches, re
 from lln.instruments.recording.masks import MaskMeaning, read_mask
 from lln.ops.dispatch import IMPLEMENTATIONS
 
-LLN_OPS = ("bidirectional", "causal", "lln_diag", "near_far", "block_diagonal", "near")
+LLN_OPS = (
+    *("bidirectional", "causal", "block_causal", "lln_diag", "near_far"),
+    *("block_diagonal", "near"),
+)
 # Options of attention functions that change the weights in ways not read here.
 CHANGE_THE_WEIGHTS = ("s_aux", "sinks", "position_bias", "cache")
 
@@ -183,7 +186,8 @@ class _Recorder:
             readable(q, n),
             readable(k, n),
             key_mask=None if mask is None else mask[:n].clone(),
-            is_causal=op == "causal" or options.get("is_causal", False),
+            is_causal=op in ("causal", "block_causal") or options.get("is_causal", False),
+            causal_block=options.get("causal_block"),
             alpha=readable(options["alpha"], n),
             beta=readable(options["beta"], n),
             normalize_keys=options.get("normalize_keys", False),

@@ -110,13 +110,16 @@ def far(
     origin: int,
     causal: bool,
 ) -> Any:
-    """LLN over the keys outside of each block's window: output and logarithm."""
+    """LLN over the keys outside of each block's window: output and logarithm.
+
+    Causal with overlap −block, over the keys of the block itself and those before.
+    """
     _check(q, k, origin, dropout)
     inputs, heads = (q, k, v), k.shape[1]
     after, none = missing(length(q), block), (log_mass, mean)
     features = key_features(wide_input(k, *inputs), beta, key_mask, normalize_keys)
     values = hidden(wide_input(v, *inputs), key_mask)
-    total, shift = op.Add(length(k), after), axes(overlap)
+    total, shift = op.Add(length(k), after), axes(max(overlap, 0))
 
     def states(before: Any, behind: Any, start: Any) -> tuple[Any, Any]:
         """The states of tiles of keys, moved by the overlap."""
@@ -128,7 +131,10 @@ def far(
 
         return state_of(tiles(features, k.shape[3], NOTHING), tiles(values, v.shape[3], 0.0), 5)
 
-    seen = states_before(*none, *states(shift, after, axes(0)))
+    own = states(shift, after, axes(0))
+    seen = states_before(*none, *own)
+    if overlap < 0:  # causal blocks, which see themselves, too
+        seen = _merged(*seen, *own)
     if not causal:
         others = states_after(*none, *states(axes(0), op.Add(after, shift), shift))
         seen = _merged(*seen, *others)
@@ -190,5 +196,6 @@ def _check(q: Any, k: Any, origin: int, dropout: Any | None) -> None:
     without_dropout(dropout)
     if origin or q.shape[2] != k.shape[2]:
         raise ValueError(
-            "mix='joint' is exported for whole sequences, queries and keys of the same tokens"
+            "mix='joint' and causal_block are exported for whole sequences, queries and keys of "
+            "the same tokens"
         )
