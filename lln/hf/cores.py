@@ -202,7 +202,8 @@ def check_options(attention: str, options: dict[str, Any]) -> None:
     for option in options:
         if option not in known:
             reason = "is decided by the model" if option in SET_BY_THE_MODEL else "is not an option"
-            raise TypeError(f"{option}= {reason}; {attention!r} takes {', '.join(known) or 'none'}")
+            taken = ", ".join(key for key in known if key != "causal_block") or "none"
+            raise TypeError(f"{option}= {reason}; {attention!r} takes {taken}")
 
 
 def build(attention: str, place: Place, **options: Any) -> Any:
