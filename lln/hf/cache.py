@@ -15,7 +15,7 @@ from lln.hf.cores import attend, calibration_of
 from lln.hf.open_block import OpenBlock
 from lln.hf.open_window import OpenWindow, has_far, read_one
 from lln.hf.rotation import Rotation
-from lln.hf.softmax import kept_keys, put_softmax, softmax_heads_of
+from lln.hf.softmax import KeptKeys, put_softmax, softmax_heads_of
 from lln.nn import LLNAttention
 from lln.ops.arguments import hide
 from lln.ops.convolution import convolve_next, last_values
@@ -51,7 +51,7 @@ class StateLayer(CacheLayerMixin):
         self.block: OpenBlock | None = None
         self.window: OpenWindow | None = None
         self.last: Tensor | None = None
-        self.kept: _Kept | None = None
+        self.kept: KeptKeys | None = None
         self._unread = False
         self.padded = False  # whether a mask was ever given
 
@@ -122,13 +122,13 @@ class StateLayer(CacheLayerMixin):
         whole, key_mask = key_mask, None if key_mask is None else key_mask[:, -k.shape[2] :]
         moved = False
         heads = softmax_heads_of(core)
-        kept = _Kept.of(heads, k, v, core.num_heads) if heads else None
+        kept = KeptKeys.of(heads, k, v, core.num_heads) if heads else None
         if self.state is None:
             options = {"key_mask": key_mask, "is_causal": True, "rotation": rotation}
             out = attend(core, q, k, v, **options)
         else:
-            kept = _Kept.join(self.kept, kept)
-            step = self._next(core, q, k, v, rotation) if self._is_plain(core, k, v) else None
+            kept = KeptKeys.join(self.kept, kept)
+            step = self._next(core, q, k, v, rotation) if self._is_plain(core, k) else None
             moved = step is not None and step[1]
             out = self._continue(core, q, k, v, key_mask, rotation) if step is None else step[0]
             if kept is not None:
@@ -141,13 +141,15 @@ class StateLayer(CacheLayerMixin):
         self._unread = False
         return out
 
-    def _is_plain(self, core: LLNAttention, k: Tensor, v: Tensor) -> bool:
+    def _is_plain(self, core: LLNAttention, k: Tensor) -> bool:
         """Whether one more token of a stream without padding is all there is to see."""
         local = core.local
         if self.padded or self.window is None or local is None or local.far != "others":
             return False
-        differentiated = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
-        return k.shape[2] == 1 and self.tokens > local.sinks and not (core.conv or differentiated)
+        alone = k.shape[2] == 1 and self.tokens > local.sinks and not core.conv
+        # The window is written in place.
+        writable = torch.is_inference_mode_enabled() or not self.window.k.is_inference()
+        return alone and writable and not torch.is_grad_enabled()
 
     def _next(
         self, core: LLNAttention, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None
@@ -155,10 +157,12 @@ class StateLayer(CacheLayerMixin):
         """The answer to one token, and whether the window has read it, too."""
         assert self.state is not None and self.window is not None and core.local is not None
         wide, before = compute_dtype(q, k, v), self.tokens - 1
-        own = _Step.of(core, q.to(wide), k.to(wide), v, self.window.valid, rotation)
-        out, near = self.window.attend_next(own.q, own.k, own.v, own.k_far, core.local, before)
+        queries = q.to(wide)
+        keys, q_far, k_far = core.decoding_inputs(queries, k.to(wide), rotation)
+        out, near = self.window.attend_next(queries, keys, v, k_far, core.local, before)
         if has_far(core.local, before):
-            linear, far = read_one(own.q_far, own.alpha, self.state)
+            alpha = core.scales()[0].to(wide).expand(len(q), -1)
+            linear, far = read_one(q_far, alpha, self.state)
             share = torch.sigmoid(near - far - core.stored_level().to(far)[:, None])
             out = torch.lerp(linear, out, share[..., None])
         return out.to(q.dtype), self.window.count_next(core.local, before)
@@ -277,6 +281,13 @@ class StateLayer(CacheLayerMixin):
         self._keys = self.values = None
         self._unread = False
 
+    def __copy__(self) -> StateLayer:
+        """A layer that goes on alone: windows are written in place."""
+        other = type(self)()
+        vars(other).update(vars(self))
+        other._map(torch.clone)
+        return other
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep the chosen beams."""
         self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
@@ -314,35 +325,9 @@ class StateLayer(CacheLayerMixin):
         if self.last is not None:
             self.last = change(self.last)
         if self.kept is not None:
-            self.kept = _Kept(self.kept.heads, change(self.kept.k), change(self.kept.v))
+            self.kept = KeptKeys(self.kept.heads, change(self.kept.k), change(self.kept.v))
         if self._keys is not None and self.values is not None:
             self._keys, self.values = change(self._keys), change(self.values)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Kept:
-    """All keys and values so far that the heads with softmax see."""
-
-    heads: tuple[int, ...]
-    k: Tensor
-    v: Tensor
-
-    @staticmethod
-    def of(heads: tuple[int, ...], k: Tensor, v: Tensor, num_heads: int) -> _Kept:
-        return _Kept(heads, kept_keys(k, heads, num_heads), kept_keys(v, heads, num_heads))
-
-    @staticmethod
-    def join(past: _Kept | None, new: _Kept | None) -> _Kept | None:
-        """Both together; the heads must be the same all along."""
-        before, now = (() if x is None else x.heads for x in (past, new))
-        if before != now:
-            raise ValueError(
-                f"heads {list(now)} keep softmax, but this cache was begun with {list(before)}; "
-                "start with a new cache"
-            )
-        if past is None or new is None:
-            return None
-        return _Kept(now, torch.cat([past.k, new.k], 2), torch.cat([past.v, new.v], 2))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,10 +17,9 @@ from lln.hf import cores
 from lln.hf.cache import use_states
 from lln.hf.positions import follow_padding, owner_of
 from lln.hf.register import MIXED, implementation_name, register
-from lln.hf.rotation import check_rotation, follow_rotation
+from lln.hf.rotation import follow_rotation, let_see_before
 from lln.hf.swapped_attention import SwappedAttention
 from lln.moments import MomentFit
-from lln.nn import LLNAttention
 
 # In config.json: no such implementation exists, so that a plain from_pretrained stops there instead
 # of running softmax. `from_pretrained(folder, attn_implementation="sdpa")` asks for that openly.
@@ -209,7 +208,7 @@ def replace(
         )
         built[path] = _build(attention, entry, place, module, model, options)
         if before_rotation:
-            _let_see_before(built[path], attention, module, owner_of(model, path), place)
+            let_see_before(built[path], attention, module, owner_of(model, path), place.name)
     for path, new in built.items():
         done.originals[path] = places[path]
         if isinstance(new, SwappedAttention):
@@ -300,29 +299,6 @@ def _build(
         new.apply(model._init_weights)  # as the layers around it
         new = SwappedAttention(new, module, place)
     return new.to(device=like.device, dtype=like.dtype).train(module.training)
-
-
-def _let_see_before(
-    new: nn.Module, attention: str, module: nn.Module, owner: nn.Module, place: cores.Place
-) -> None:
-    """Let the feature maps of a new core see queries and keys before their rotation."""
-    if not isinstance(new, LLNAttention):
-        raise ValueError(
-            f"before_rotation=True is for the feature maps of LLN, which {attention!r} does not "
-            "have; choose 'lln_nearfar', or leave it out"
-        )
-    if new.features is None:
-        raise ValueError(
-            "before_rotation=True is for feature maps, and feature_map='identity' has none; give "
-            "feature_map='learned', or leave it out"
-        )
-    if new.center is not None:
-        raise ValueError(
-            "before_rotation=True with center_keys=True: near keys are rotated and far ones are "
-            "not, so that no mean can be taken from both; give center_keys=False"
-        )
-    check_rotation(module, owner, place.name)
-    new.features.before_rotation = True
 
 
 def _own_config(model: PreTrainedModel) -> None:

@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 from lln.hf.packing import take_tokens
 from lln.hf.padding import from_the_first, take
 from lln.hf.positions import is_rotary
+from lln.nn import LLNAttention
 from lln.protocols import compute_dtype
 
 APPLY = "apply_rotary_pos_emb"  # what the files of transformers' models call their rotation
@@ -123,6 +124,29 @@ def rotation_of(
             "decoding, and caches that keep all keys, need before_rotation=False"
         )
     return given
+
+
+def let_see_before(
+    new: nn.Module, attention: str, module: nn.Module, owner: nn.Module, layer_name: str
+) -> None:
+    """Let the feature maps of a new core see queries and keys before their rotation."""
+    if not isinstance(new, LLNAttention):
+        raise ValueError(
+            f"before_rotation=True is for the feature maps of LLN, which {attention!r} does not "
+            "have; choose 'lln_nearfar', or leave it out"
+        )
+    if new.features is None:
+        raise ValueError(
+            "before_rotation=True is for feature maps, and feature_map='identity' has none; give "
+            "feature_map='learned', or leave it out"
+        )
+    if new.center is not None:
+        raise ValueError(
+            "before_rotation=True with center_keys=True: near keys are rotated and far ones are "
+            "not, so that no mean can be taken from both; give center_keys=False"
+        )
+    check_rotation(module, owner, layer_name)
+    new.features.before_rotation = True
 
 
 def follow_rotation(model: nn.Module, paths: Iterable[str]) -> None:
