@@ -23,6 +23,9 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Short lengths only.")] = False,
     backward: Annotated[bool, typer.Option("--backward", help="Also fwd+bwd.")] = False,
     min_seconds: Annotated[float, typer.Option(help="Least time per case.")] = 1.0,
+    load: Annotated[
+        int, typer.Option(min=0, help="Busy processes beside it, as on a machine with other work.")
+    ] = 0,
 ) -> None:
     """Measure speed and memory on this CPU.
 
@@ -34,7 +37,7 @@ def bench(
     let_waiting_threads_sleep()
     from lln.study.bench.cpu import run
 
-    run(out, quick=quick, backward=backward, min_seconds=min_seconds)
+    run(out, quick=quick, backward=backward, min_seconds=min_seconds, load=load)
 
 
 @bench_app.command("gpu")

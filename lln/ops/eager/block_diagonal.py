@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lln.ops.eager.features import times_transposed
+from lln.ops.eager.threads import over_heads
 from lln.ops.registration import register, without_autocast
 from lln.protocols import compute_dtype
 
@@ -81,7 +83,7 @@ class _Block:
         seen = seen[:, None, :, None, :]  # [B, 1, T, 1, C]
         if is_causal:
             seen = seen & seen.new_ones(block, block).tril()
-        scores = (self.q @ self.k.transpose(-1, -2)).masked_fill_(~seen, -torch.inf)
+        scores = times_transposed(self.q, self.k).masked_fill_(~seen, -torch.inf)
         blind = ~seen.any(-1, keepdim=True)
         self.p = torch.softmax(scores.masked_fill_(blind, 0), dim=-1).masked_fill_(blind, 0)
         self.kept = self.p
@@ -115,7 +117,7 @@ def _block_diagonal_backward(
     for window in _windows(q, k, block):
         tile = _Block(window, q, k, v, key_mask, dropout, block, scale, is_causal)
         gradient = window.cut(d_out, window.rows, dtype, block)
-        d_p = gradient @ tile.v.transpose(-1, -2)
+        d_p = times_transposed(gradient, tile.v)
         if tile.dropout is not None:
             d_p *= tile.dropout
         d_scores = tile.p * (d_p - (d_p * tile.p).sum(-1, keepdim=True))
@@ -141,7 +143,7 @@ block_diagonal_backward = register(
     "block_diagonal_backward_eager"
     "(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? dropout, int block, "
     "float scale, bool is_causal) -> (Tensor, Tensor, Tensor)",
-    without_autocast(_block_diagonal_backward),
+    without_autocast(over_heads(_block_diagonal_backward, _backward_shapes)),
     _backward_shapes,
     batched=True,
 )
@@ -161,7 +163,7 @@ block_diagonal_op = register(
     "block_diagonal_eager"
     "(Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? dropout, int block, float scale, "
     "bool is_causal, bool wide) -> Tensor",
-    without_autocast(_block_diagonal),
+    without_autocast(over_heads(_block_diagonal, _shapes)),
     _shapes,
     save=_save,
     differentiate=_differentiate,

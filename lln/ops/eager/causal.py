@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lln.ops.eager.features import finite_or_zero
+from lln.ops.eager.threads import over_heads
 from lln.ops.eager.triangle.causal_backward import causal_backward
 from lln.ops.eager.triangle.segments import Inputs, prefix_states, segments
 from lln.ops.eager.triangle.square import attend_square, is_tame
@@ -91,7 +92,7 @@ causal_op = register(
     "causal_eager"
     "(Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor? key_mask, Tensor log_mass, "
     "Tensor mean, Tensor? slot_dropout, bool normalize_keys, bool wide) -> (Tensor, Tensor)",
-    without_autocast(_causal),
+    without_autocast(over_heads(_causal, _causal_shapes)),
     _causal_shapes,
     save=_save,
     differentiate=_differentiate,

@@ -80,6 +80,12 @@ def key_gradients(
     return d_features.mul_(beta[..., None, None]), products.sum((-1, -2))
 
 
+def times_transposed(x: Tensor, y: Tensor) -> Tensor:
+    """x yᵀ over stacks of matrices, y laid out anew: a view of it costs torch much more on ARM."""
+    turned = y.transpose(-1, -2)
+    return x @ (turned.contiguous() if y.device.type == "cpu" else turned)
+
+
 def finite_or_zero(x: Tensor) -> Tensor:
     """Put 0 for −inf, the maximum over nothing, where it is a shift inside exp()."""
     return x.masked_fill(x == -torch.inf, 0)

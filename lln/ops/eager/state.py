@@ -20,7 +20,9 @@ from lln.ops.eager.features import (
     finite_or_zero,
     key_features,
     key_gradients,
+    times_transposed,
 )
+from lln.ops.eager.threads import over_heads
 from lln.ops.registration import register, without_autocast
 from lln.protocols import compute_dtype
 
@@ -71,7 +73,7 @@ def _summarize_backward(
         values = clean_values(v[:, :, part], mask, scratch)
         weights = torch.sub(features, shift, out=scratch("weights", *features.shape)).exp_()
         d_v[:, :, part] = weights @ d_mean
-        d_features = weights.mul_((values @ d_mean.transpose(-1, -2)).add_(constant))
+        d_features = weights.mul_(times_transposed(values, d_mean).add_(constant))
         d_part, d_beta_part = key_gradients(
             d_features, features, k[:, :, part], beta, normalize_keys
         )
@@ -142,7 +144,7 @@ def _read_backward(
         queries = _grouped(q[:, :, part], heads)
         gradient = _grouped(d_out[:, :, part], heads).to(mean.dtype)
         weights = _slot_weights(queries, scale, log_mass, scratch)
-        d_slots = gradient @ mean.transpose(-1, -2)[:, :, None]
+        d_slots = times_transposed(gradient, mean[:, :, None])
         kept = weights
         if slot_dropout is not None:
             kept = weights * _grouped(slot_dropout[:, :, part], heads)
@@ -180,7 +182,7 @@ summarize_backward = register(
     "summarize_backward_eager"
     "(Tensor d_log_mass, Tensor d_mean, Tensor k, Tensor v, Tensor beta, Tensor? key_mask, "
     "Tensor log_mass, Tensor mean, bool normalize_keys) -> (Tensor, Tensor, Tensor)",
-    without_autocast(_summarize_backward),
+    without_autocast(over_heads(_summarize_backward, _summarize_backward_shapes)),
     _summarize_backward_shapes,
     batched=True,
 )
@@ -188,7 +190,7 @@ read_backward = register(
     "read_backward_eager"
     "(Tensor d_out, Tensor q, Tensor alpha, Tensor log_mass, Tensor mean, Tensor? slot_dropout)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    without_autocast(_read_backward),
+    without_autocast(over_heads(_read_backward, _read_backward_shapes)),
     _read_backward_shapes,
     batched=True,
 )
@@ -218,7 +220,7 @@ def _differentiate_read(ctx, d_out):
 summarize_op = register(
     "summarize_eager"
     "(Tensor k, Tensor v, Tensor beta, Tensor? key_mask, bool normalize_keys) -> (Tensor, Tensor)",
-    without_autocast(_summarize),
+    without_autocast(over_heads(_summarize, _summarize_shapes)),
     _summarize_shapes,
     save=_save_for_summarize,
     differentiate=_differentiate_summarize,
@@ -228,7 +230,7 @@ read_op = register(
     "read_eager"
     "(Tensor q, Tensor alpha, Tensor log_mass, Tensor mean, Tensor? slot_dropout, bool wide)"
     " -> Tensor",
-    without_autocast(_read),
+    without_autocast(over_heads(_read, _read_shapes)),
     _read_shapes,
     save=_save_for_read,
     differentiate=_differentiate_read,

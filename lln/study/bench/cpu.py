@@ -13,6 +13,7 @@ from lln.records import files
 from lln.study.bench import sweep
 from lln.study.bench.cases import cpu_cases
 from lln.study.bench.check import CheckFailed
+from lln.study.bench.load import busy_processes
 from lln.study.plots.lines import Axis, Series, line_plot
 from lln.study.plots.numbers import three_digits
 
@@ -23,9 +24,13 @@ def run(
     quick: bool = False,
     backward: bool = False,
     min_seconds: float = 1.0,
+    load: int = 0,
     console: Console | None = None,
 ) -> list[Path]:
-    """Measure the CPU cases; write ``subject_hardware_date`` as .json, .csv and .svg."""
+    """Measure the CPU cases; write ``subject_hardware_date`` as .json, .csv and .svg.
+
+    ``load`` processes compute beside them; the subject and the rows say so.
+    """
     console = console or Console()
     cases = cpu_cases(quick=quick, backward=backward)
     bars = Progress(
@@ -36,12 +41,12 @@ def run(
         console=console,
     )
     rows: list[sweep.Row] = []
-    with bars:
+    with bars, busy_processes(load):
         task = bars.add_task("starting", total=len(cases))
         watch = lambda name: bars.update(task, description=name)  # noqa: E731
         try:
             for row in sweep.measure(cases, min_seconds=min_seconds, watch=watch):
-                rows.append(row)
+                rows.append({**row, "load": load})
                 bars.update(task, advance=1)
         except CheckFailed as failure:
             console.print(f"[bold red]stopped before measuring:[/] {failure}")
@@ -50,7 +55,8 @@ def run(
     console.print(_rows_table(rows))
     console.print(_ratio_table(rows))
     console.print(_growth_table(rows))
-    written = sweep.save(rows, folder, subject="attention-quick" if quick else "attention")
+    subject = "attention" + "-quick" * quick + f"-load-{load}" * bool(load)
+    written = sweep.save(rows, folder, subject=subject)
     written.append(files.write_text(written[0].with_suffix(".svg"), plot(rows)))
     for path in written:
         console.print(f"wrote {path}")

@@ -18,9 +18,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lln.ops.eager.features import Scratch, finite_or_zero, key_features, key_gradients
+from lln.ops.eager.features import (
+    Scratch,
+    finite_or_zero,
+    key_features,
+    key_gradients,
+    times_transposed,
+)
 from lln.ops.eager.joint.near import Grid, apart, side_by_side
 from lln.ops.eager.state import merge
+from lln.ops.eager.threads import over_heads
 from lln.ops.eager.triangle.segments import prefix_states
 from lln.ops.registration import register, without_autocast
 from lln.protocols import compute_dtype
@@ -168,7 +175,7 @@ def _pull(
     """Gradients of features ``[…, C, D]`` and values of keys that the same blocks see."""
     weights = (features - least[..., None, :]).exp_()
     d_values = weights @ asked
-    d_features = weights.mul_((values @ asked.transpose(-1, -2)).add_(level[..., None, :]))
+    d_features = weights.mul_(times_transposed(values, asked).add_(level[..., None, :]))
     return d_features, d_values
 
 
@@ -221,7 +228,7 @@ def _row_side(
         kept = None if dropped is None else dropped[:, :, part]
         rows = _Rows(queries[:, :, part], alpha, by_head[0][:, :, part], kept)
         gradient = rows.group(d_out[:, :, part].to(dtype))
-        d_slots = gradient @ by_head[1][:, :, part].transpose(-1, -2)
+        d_slots = times_transposed(gradient, by_head[1][:, :, part])
         d_scores = d_slots.mul_(rows.kept)
         level = d_scores.sum(-1, keepdim=True) - rows.group(d_normaliser[:, :, part])
         d_scores -= rows.weights * level
@@ -268,7 +275,7 @@ far_backward = register(
     "Tensor log_mass, Tensor mean, Tensor? key_mask, Tensor? dropout, bool normalize_keys, "
     "int block, int overlap, int origin, bool causal)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    without_autocast(_far_backward),
+    without_autocast(over_heads(_far_backward, _backward_shapes)),
     _backward_shapes,
     batched=True,
 )
@@ -289,7 +296,7 @@ far_op = register(
     "Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor log_mass, Tensor mean, "
     "Tensor? key_mask, Tensor? dropout, bool normalize_keys, int block, int overlap, int origin, "
     "bool causal) -> (Tensor, Tensor)",
-    without_autocast(_far),
+    without_autocast(over_heads(_far, _shapes)),
     _shapes,
     save=_save,
     differentiate=_differentiate,

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lln.ops.eager.features import finite_or_zero
+from lln.ops.eager.features import finite_or_zero, times_transposed
+from lln.ops.eager.threads import over_heads
 from lln.ops.registration import register, without_autocast
 from lln.protocols import compute_dtype
 
@@ -147,6 +148,7 @@ class _Call:
     sink_seen: Tensor  # [B, T, n]
     dropout: Tensor | None  # [B, H, T, C, W + n]
     scale: float
+    masked: bool  # by a key mask
     dtype: torch.dtype
 
     def parts(self) -> Iterator[slice]:
@@ -182,6 +184,7 @@ def _call(
         sink_seen,
         None if dropout is None else grid.cut_queries(dropout),
         scale,
+        key_mask is not None,
         compute_dtype(q, k, v),
     )
 
@@ -197,26 +200,30 @@ class _Tile:
         self.block = call.grid.block
         self.width = call.grid.width
         dtype, seen = call.dtype, call.seen[:, None, part]  # [B, 1, T, W]
-        hidden = ~seen[..., None]
         self.q = self.rows(call.q[:, :, part].to(dtype)) * call.scale
-        self.k = call.k[:, :, part].to(dtype).masked_fill(hidden, 0)
-        self.v = call.v[:, :, part].to(dtype).masked_fill(hidden, 0)
+        self.k, self.v = (x[:, :, part].to(dtype) for x in (call.k, call.v))
+        if call.masked:  # beyond the ends windows are 0 already
+            hidden = ~seen[..., None]
+            self.k, self.v = self.k.masked_fill(hidden, 0), self.v.masked_fill(hidden, 0)
         self.sink_k, self.sink_v = (x.to(dtype)[:, :, None] for x in (call.sink_k, call.sink_v))
         self.has_sinks = call.sink_k.shape[2] > 0
-        scores = self.q @ self.k.transpose(-1, -2)
+        scores = times_transposed(self.q, self.k)
         seen = seen[:, :, :, None, :].expand(-1, -1, -1, self.block, -1)
         if call.grid.is_causal:
             past = seen.new_ones(self.block, self.width).tril(call.grid.overlap)
             seen = seen & past
         if self.has_sinks:
-            scores = torch.cat([scores, self.q @ self.sink_k.transpose(-1, -2)], dim=-1)
+            scores = torch.cat([scores, times_transposed(self.q, self.sink_k)], dim=-1)
             sinks = call.sink_seen[:, None, part, None].expand(-1, -1, -1, self.block, -1)
             seen = torch.cat([seen, sinks], dim=-1)
         group = self.q.shape[3] // self.block
         seen = seen.repeat(1, 1, 1, group, 1)
         scores = scores.masked_fill_(~seen, -torch.inf)
-        self.normaliser = torch.logsumexp(scores, dim=-1)
-        self.p = scores.sub_(finite_or_zero(self.normaliser)[..., None]).exp_()
+        top = finite_or_zero(scores.amax(-1))
+        self.p = scores.sub_(top[..., None]).exp_()
+        mass = self.p.sum(-1)
+        self.normaliser = top + mass.log()  # −inf where a row sees nothing
+        self.p /= mass.masked_fill(mass == 0, 1)[..., None]
         self.dropout = None
         if call.dropout is not None:
             self.dropout = self.rows(call.dropout[:, :, part].to(dtype))
@@ -282,9 +289,9 @@ def _near_backward(
     for part in call.parts():
         tile = _Tile(call, part)
         width, gradient = tile.width, tile.rows(d_out[:, :, part].to(dtype))
-        d_p = gradient @ tile.v.transpose(-1, -2)
+        d_p = times_transposed(gradient, tile.v)
         if tile.has_sinks:
-            d_p = torch.cat([d_p, gradient @ tile.sink_v.transpose(-1, -2)], dim=-1)
+            d_p = torch.cat([d_p, times_transposed(gradient, tile.sink_v)], dim=-1)
         if tile.dropout is not None:
             d_p *= tile.dropout
         level = (d_p * tile.p).sum(-1, keepdim=True) - tile.rows(d_normaliser[:, :, part])
@@ -324,7 +331,7 @@ near_backward = register(
     "Tensor sink_v, Tensor sink_position, Tensor? key_mask, Tensor? dropout, int block, "
     "int overlap, float scale, int origin, bool causal)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    without_autocast(_near_backward),
+    without_autocast(over_heads(_near_backward, _backward_shapes)),
     _backward_shapes,
     batched=True,
 )
@@ -345,7 +352,7 @@ near_op = register(
     "Tensor q, Tensor k, Tensor v, Tensor sink_k, Tensor sink_v, Tensor sink_position, "
     "Tensor? key_mask, Tensor? dropout, int block, int overlap, float scale, int origin, "
     "bool causal) -> (Tensor, Tensor)",
-    without_autocast(_near),
+    without_autocast(over_heads(_near, _shapes)),
     _shapes,
     save=_save,
     differentiate=_differentiate,

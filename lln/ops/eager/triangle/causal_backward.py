@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lln.ops.eager.features import finite_or_zero
+from lln.ops.eager.features import finite_or_zero, times_transposed
+from lln.ops.eager.threads import over_heads
 from lln.ops.eager.triangle.segments import Inputs, pad, prefix_states, segments
 from lln.ops.eager.triangle.square import Square, is_tame
 from lln.ops.eager.triangle.tree import Tree
@@ -117,7 +118,7 @@ def _key_side(segment: _Segment, rows: _RowSide, future: _Future) -> tuple[Tenso
     later = future.before_tiles(segment, rows)
     tops, asks, levels = (torch.stack(x[::-1], 1) for x in zip(*later, strict=True))
     shares = (segment.tiles(segment.f) + tops[..., None, :]).exp_()
-    pulled = segment.tiles(values) @ asks.transpose(-1, -2) - levels[..., None, :]
+    pulled = times_transposed(segment.tiles(values), asks) - levels[..., None, :]
     d_f += (shares * pulled).flatten(1, 2)
     d_v += (shares @ asks).flatten(1, 2)
     return d_f, d_v
@@ -218,7 +219,7 @@ causal_backward = register(
     "(Tensor d_out, Tensor? d_row_mass, Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, "
     "Tensor? key_mask, Tensor log_mass, Tensor mean, Tensor? slot_dropout, Tensor row_mass, "
     "bool normalize_keys) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    without_autocast(_causal_backward),
+    without_autocast(over_heads(_causal_backward, _causal_backward_shapes)),
     _causal_backward_shapes,
     batched=True,
 )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lln.ops.eager.features import finite_or_zero
+from lln.ops.eager.features import finite_or_zero, times_transposed
 from lln.ops.eager.triangle.tree import Rows
 
 # How far a key may lie above the first of its tile: sums of such weights times values stay finite.
@@ -53,11 +53,11 @@ def attend_square(a: Tensor, f: Tensor, values: Tensor, dropout: Tensor | None, 
     scores = a + first
     top = scores.amax(-1)
     slots = scores.sub_(top[..., None]).exp_()
-    shares = (f - first).exp_().transpose(-1, -2)
-    weights = (slots @ shares).tril_()
+    shares = (f - first).exp_()
+    weights = times_transposed(slots, shares).tril_()
     mass = weights.sum(-1)
     if dropout is not None:
-        weights = (slots.mul_(dropout.unflatten(1, (-1, tile))) @ shares).tril_()
+        weights = times_transposed(slots.mul_(dropout.unflatten(1, (-1, tile))), shares).tril_()
     total = weights @ values
     top = top.masked_fill(mass == 0, -torch.inf)  # a row that sees nothing has no maximum
     return Rows(*(x.flatten(1, 2) for x in (top, mass, total)))
@@ -81,7 +81,7 @@ class Square:
 
     def pull_and_seen(self, d_out: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Σ_{j≤i} W_ijl v_j·dO_i and Σ_{j≤i} W_ijl, each ``[X, n, D]``."""
-        products = (self._tiles(d_out) @ self._tiles(values).transpose(-1, -2)).tril_()
+        products = times_transposed(self._tiles(d_out), self._tiles(values)).tril_()
         pull = self.slots * (products @ self.shares)
         seen = self.slots * self.shares.cumsum(-2)
         return pull.flatten(1, 2), seen.flatten(1, 2)
@@ -96,8 +96,8 @@ class Square:
         """Σ_{i≥j} W_ijl (D_il v_j·dO_i − δ_i) and Σ_{i≥j,l} D_il W_ijl dO_i."""
         d_out, values, delta = self._tiles(d_out), self._tiles(values), self._tiles(delta)
         slots = self.slots if dropout is None else self.slots * self._tiles(dropout)
-        products = (values @ d_out.transpose(-1, -2)).triu_()
+        products = times_transposed(values, d_out).triu_()
         level = (self.slots * delta[..., None]).flip(-2).cumsum(-2).flip(-2)
         d_f = self.shares * (products @ slots - level)
-        d_v = (self.shares @ slots.transpose(-1, -2)).triu_() @ d_out
+        d_v = times_transposed(self.shares, slots).triu_() @ d_out
         return d_f.flatten(1, 2), d_v.flatten(1, 2)

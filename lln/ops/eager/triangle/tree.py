@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lln.ops.eager.features import finite_or_zero
+from lln.ops.eager.features import finite_or_zero, times_transposed
 
 # Below this height a batch of tiny matrix products costs more than a broadcast product.
 _BROADCAST_BELOW = 4
@@ -68,7 +68,7 @@ def pair_products(x: Tensor, y: Tensor) -> Tensor:
     """x yᵀ over small groups ``[X, g, h, D] -> [X, g, h, h]``."""
     if x.shape[-2] < _BROADCAST_BELOW:
         return (x[..., :, None, :] * y[..., None, :, :]).sum(-1)
-    return x @ y.transpose(-1, -2)
+    return times_transposed(x, y)
 
 
 def mix_rows(weights: Tensor, x: Tensor) -> Tensor:

@@ -1,0 +1,173 @@
+"""Heads on several threads: the same numbers as on one, whatever the thread that asks."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import lln
+from lln.ops import eager
+from lln.ops.eager import threads
+from tests.helpers import relative_error
+
+FORMS = {
+    "lln": {},
+    "causal": {"is_causal": True},
+    "diag": {"diag_block": 16},
+    "joint": {
+        "diag_block": 16, "mix": "joint", "gamma": 0.3, "diag_overlap": 8, "sinks": 2,
+        "is_causal": True,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_tasks(monkeypatch):
+    """Several tasks and two threads, even for the small tensors of a test."""
+    monkeypatch.setattr(threads, "TASK_ELEMENTS", 1 << 11)
+    before = torch.get_num_threads()
+    yield torch.set_num_threads(2)
+    torch.set_num_threads(before)
+
+
+def _inputs(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(5)
+    shapes = (3, 6, 70, 16), (3, 2, 70, 16), (3, 2, 70, 16)
+    q, k, v = (torch.randn(s, generator=generator, dtype=dtype) for s in shapes)
+    mask = torch.rand(3, 70, generator=generator) > 0.2
+    return [x.requires_grad_() for x in (q, k, v)], mask
+
+
+def _run(form, tensors, mask, **options):
+    out = lln.attention(*tensors, alpha=1.1, beta=0.9, key_mask=mask, **FORMS[form], **options)
+    return out, *torch.autograd.grad(out.square().sum(), tensors)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_numbers_do_not_depend_on_the_number_of_threads(form):
+    tensors, mask = _inputs()
+    on_two = _run(form, tensors, mask)
+    torch.set_num_threads(1)
+    for mine, alone in zip(on_two, _run(form, tensors, mask), strict=True):
+        assert torch.equal(mine, alone)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_heads_apart_are_heads_together(form):
+    tensors, mask = _inputs(torch.float64)
+    expected = _run(form, tensors, mask, impl="reference")
+    for mine, exact in zip(_run(form, tensors, mask), expected, strict=True):
+        assert relative_error(mine, exact) < 1e-13
+
+
+def test_dropout_falls_on_the_heads_it_was_drawn_for():
+    (q, k, v), mask = _inputs()
+    generator = torch.Generator().manual_seed(1)
+    drops = {
+        "slot_dropout": torch.rand(q.shape, generator=generator),
+        "probability_dropout": torch.rand(*q.shape[:3], 16, generator=generator),
+    }
+    scales = {"alpha": torch.ones(3, 6), "beta": torch.ones(3, 2)}
+
+    def run():
+        options = {"block": 16, "scale": 0.25, "key_mask": mask, **scales, **drops}
+        out = eager.lln_diag(q, k, v, **options)
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    cut, threads.TASK_ELEMENTS = run(), 1 << 30
+    for apart, together in zip(cut, run(), strict=True):
+        assert relative_error(apart, together) < 1e-6
+
+
+def test_work_is_cut_into_whole_samples_or_heads_of_one():
+    def cuts(*shape, keys=None):
+        return threads._cuts([torch.empty(shape), torch.empty(keys or shape)])
+
+    assert cuts(4, 2, 8, 8) == [(slice(0, 16), slice(0, 2))]  # 512 elements in all: one task
+    assert cuts(40, 2, 8, 8) == [(slice(b, b + 16), slice(0, 2)) for b in (0, 16, 32)]
+    assert cuts(1, 6, 64, 16, keys=(1, 3, 64, 16)) == [
+        (slice(0, 1), slice(h, h + 1)) for h in range(3)  # two heads read one key head
+    ]  # fmt: skip
+    assert cuts(2, 4, 64, 16) == [
+        (slice(b, b + 1), slice(h, h + 2)) for b in range(2) for h in (0, 2)
+    ]
+    assert len(cuts(0, 4, 64, 16)) < 2 and len(cuts(2, 0, 64, 16)) < 2
+
+
+def test_threads_follow_the_modes_of_the_thread_that_asks():
+    tensors, mask = _inputs()
+    with torch.inference_mode():
+        inside = lln.attention(*tensors, alpha=1.1, beta=0.9, key_mask=mask, is_causal=True)
+        assert inside.is_inference()
+    with torch.no_grad():
+        outside = lln.attention(*tensors, alpha=1.1, beta=0.9, key_mask=mask, is_causal=True)
+    assert torch.equal(inside, outside) and not outside.is_inference()
+
+
+def test_torch_keeps_its_number_of_threads():
+    """Threads of the pool have one; whoever asked, and threads that come later, have theirs."""
+    tensors, mask = _inputs()
+    _run("lln", tensors, mask)
+    seen = []
+    later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert torch.get_num_threads() == 2 and seen == [2]
+    pool = threads._pool(2)
+    assert pool is not None and pool.submit(torch.get_num_threads).result() == 1
+
+
+def test_an_error_in_a_thread_reaches_the_caller():
+    def fail(x):
+        raise ValueError("no such head")
+
+    with pytest.raises(ValueError, match="no such head"):
+        threads.over_heads(fail, torch.empty_like)(torch.zeros(8, 8, 16, 16))
+
+
+def test_many_threads_may_ask_at_once():
+    tensors, mask = _inputs()
+    expected = _run("causal", tensors, mask)
+    found = {}
+
+    def ask(name):
+        found[name] = _run("causal", tensors, mask)
+
+    asking = [threading.Thread(target=ask, args=(n,)) for n in range(6)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert len(found) == 6
+    for results in found.values():
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+FORKED = """
+import os, torch, lln
+from lln.ops.eager import threads
+threads.TASK_ELEMENTS = 1 << 10
+torch.set_num_threads(2)
+q = torch.ones(2, 4, 32, 16)
+lln.attention(q, q, q, alpha=1.0, beta=1.0)
+assert threads._pools
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(1)
+    torch.set_num_threads(2)
+    threads.over_heads(lambda x: x + 1, torch.empty_like)(q)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_process_begins_anew():
+    """A pool without its threads would wait for ever."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED], timeout=60, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
