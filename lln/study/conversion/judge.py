@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lln.hf.conversion.recover import copy_teacher
 from lln.study.conversion import branches, decoders, encoders, needles
+from lln.study.conversion.masking import Masking, masked_scores
 from lln.study.conversion.shares import near_shares
 from lln.study.conversion.subject import Subject, Texts
 from lln.study.conversion.texts import Batches, encoder_batches
@@ -48,6 +49,8 @@ class Remembered:
 
 class EncoderJudge:
     """Compares embeddings with the teacher's at the full length, on articles that are held out.
+
+    A masked language model predicts hidden tokens of the same articles, too.
 
     Args:
         articles: How many; fewer if the text has fewer.
@@ -91,7 +94,13 @@ class EncoderJudge:
         """Scores after a stage; those of the untouched model are its agreement with itself."""
         untouched = not getattr(model.config, "lln", None)
         student = self.remembered if untouched else model
-        return encoders.compare_embeddings(self.remembered, student, self.judged, label="judging")
+        found: Row = encoders.compare_embeddings(
+            self.remembered, student, self.judged, label="judging"
+        )
+        masking = Masking.of(self.subject.tokenizer)
+        if self.subject.predicts_hidden_tokens and masking is not None:
+            found |= masked_scores(model, self.judged, masking, label="hidden tokens")
+        return found
 
     def agreement(self, scores: Row) -> float:
         """What ``--require`` compares: 1 is as good as the teacher."""

@@ -27,6 +27,7 @@ ENCODER = {
     "similarity_correlation": ("similarities", 4),
     "token_nmse": ("token error²", 4),
 }
+MASKED = {"masked_loss": ("hidden, nats", 4), "masked_accuracy": ("hidden, right", 4)}
 DECODER = {"perplexity": ("perplexity", 2), "nll": ("nats a token", 4)}
 TEACHER, STUDENT = "softmax model", "converted"
 
@@ -36,6 +37,10 @@ over articles, the 5th percentile and the least. Similarities: correlation of th
 all pairs of articles. Token error²: ‖difference‖² / ‖softmax's‖² of the last token states. Layer
 error: ‖difference‖ / ‖softmax's‖ of the output of attention, given the same queries, keys and
 values, the mean over layers. Seconds: of the stage, without judging.
+"""
+MASKED_TEXT = """
+Hidden: 15 % of the tokens of the same articles are hidden, the same ones for every stage; −ln p of
+a hidden token, and the share that is predicted.
 """
 DECODER_TEXT = """
 Perplexity: of held-out text in overlapping windows, every token but the first counted once;
@@ -106,7 +111,7 @@ def _lede(found: Found) -> str:
 
 def score_tables(found: Found) -> list[Table]:
     """The scores of every stage, and those that are measured once, beside the softmax model."""
-    shown = ENCODER if found["kind"] == "encoder" else DECODER
+    shown = _scores_of(found)
     columns = ["stage", *(title for title, _ in shown.values())]
     if found["kind"] == "decoder":
         columns.append("÷ softmax")
@@ -120,6 +125,13 @@ def score_tables(found: Found) -> list[Table]:
     title = f"{found['model']}: {_judged(found)}"
     stages = Table([*columns, "layer error", "seconds"], lines, title)
     return [stages, *_beside(found)]
+
+
+def _scores_of(found: Found) -> dict[str, tuple[str, int]]:
+    """Scores that a conversion of this kind has: name, column, digits."""
+    if found["kind"] != "encoder":
+        return DECODER
+    return {**ENCODER, **(MASKED if "masked_loss" in found["stages"][0] else {})}
 
 
 def _judged(found: Found) -> str:
@@ -153,7 +165,8 @@ def _stages(found: Found) -> list[Block]:
     words = ENCODER_TEXT if found["kind"] == "encoder" else DECODER_TEXT
     tables = score_tables(found)
     notes = [Text(f"{found['text'].capitalize()}."), *(Text(note) for note in found["notes"])]
-    return [*tables, Text(words), Text(CONTROL_TEXT), *notes]
+    masked = [Text(MASKED_TEXT)] if "masked_loss" in found["stages"][0] else []
+    return [*tables, Text(words), *masked, Text(CONTROL_TEXT), *notes]
 
 
 def _layers(found: Found) -> list[Block]:
@@ -209,7 +222,7 @@ def _branches(found: Found) -> list[Block]:
     blocks: list[Block] = []
     if found["branches"]:
         blocks.append(Text(BRANCHES_TEXT))
-        names = ENCODER if found["kind"] == "encoder" else DECODER
+        names = _scores_of(found)
         rows = {"both": found["stages"][-1], **found["branches"]}
         lines = [
             [name, *(_number(row.get(key), digits) for key, (_, digits) in names.items())]

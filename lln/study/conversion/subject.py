@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lln.study.conversion.masking import Masking
 from lln.study.conversion.texts import (
     Batches,
     articles,
@@ -54,6 +55,11 @@ class Subject:
     def kind(self) -> str:
         """The word "decoder" or "encoder"."""
         return "decoder" if self.auto_class == "AutoModelForCausalLM" else "encoder"
+
+    @property
+    def predicts_hidden_tokens(self) -> bool:
+        """Whether it is a masked language model that has a token to hide others with."""
+        return self.auto_class == "AutoModelForMaskedLM" and Masking.of(self.tokenizer) is not None
 
     def at_most(self, tokens: int) -> int:
         """So many tokens, or those that the model was made for if they are fewer."""
@@ -217,7 +223,10 @@ class Lessons:
 def training_batches(
     subject: Subject, texts: Texts, *, length: int, batch_size: int, updates: int, seed: int
 ) -> Lessons:
-    """Sequences for so many updates, fewer if the text has fewer, and four batches apart."""
+    """Sequences for so many updates, fewer if the text has fewer, and four batches apart.
+
+    Those of a masked language model have tokens hidden, as it has always seen them.
+    """
     limit = (updates + APART) * batch_size
     given = (subject.tokenizer, texts.learned(), length)
     if subject.kind == "decoder":
@@ -231,6 +240,8 @@ def training_batches(
             f"{texts.train} fills one sequence of {length} tokens, and one more is needed to "
             "measure errors; pass more text, or a smaller --length"
         )
+    if subject.predicts_hidden_tokens:
+        found = dataclasses.replace(found, masking=Masking.of(subject.tokenizer, seed=seed))
     cut = count - min(APART * batch_size, count // 2)
     learned, apart = found.sequences[:cut], found.sequences[cut:]
     return Lessons(

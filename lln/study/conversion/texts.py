@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lln.study.conversion.masking import Masking
 from lln.study.data import order, sources, text
 
 GROUP = 64  # articles that a tokenizer gets at once
@@ -76,6 +77,7 @@ class Batches:
     Attributes:
         pad: Id to the right of shorter sequences; None where all have the same length.
         seed: None = in order.
+        masking: Hides tokens of every batch, for masked language models.
 
     Example:
         >>> batches = encoder_batches(tokenizer, articles("wiki.txt"), 512, batch_size=8, seed=0)
@@ -86,6 +88,7 @@ class Batches:
     batch_size: int
     pad: int | None = None
     seed: int | None = None
+    masking: Masking | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -120,7 +123,10 @@ class Batches:
         else:
             options = {"batch_size": self.batch_size, "count": count, "seed": self.seed}
             chosen = order.shuffled(step, rows, **options).tolist()
-        return padded([self.sequences[index] for index in chosen], self.pad)
+        found = padded([self.sequences[index] for index in chosen], self.pad)
+        if self.masking is not None:
+            found["input_ids"], _ = self.masking.hide(found["input_ids"], step)
+        return found
 
 
 def padded(sequences: Sequence[np.ndarray], pad: int | None) -> dict[str, Tensor]:

@@ -13,7 +13,8 @@ NOTES = {
         "Cosine of the embeddings of held-out articles to those of the softmax model, mean / 5th "
         "percentile; halves: how often the first half of an article finds its second; near and far "
         "alone: mean cosine with one branch.",
-        "STS-B: Spearman × 100 on dev, whose sentences mostly fit into one block.",
+        "STS-B: Spearman × 100 on dev, whose sentences mostly fit into one block; hidden tokens "
+        "(masked language models): −ln p of 15 % of the tokens, hidden, in nats.",
     ),
     "decoder": (
         "Perplexity of held-out text, and how many times that of the softmax model it is; near and "
@@ -25,6 +26,7 @@ CONTROL = (
     "The converted model learns from the softmax model's answers alone, so softmax after the same "
     "updates is the softmax model itself."
 )
+MASKED = "hidden tokens"
 COLUMNS = ("attention", "near keys", "kept", "tokens")
 STAGES = ("calibrate", "transfer", "keep", "recover")
 
@@ -46,8 +48,12 @@ def _table(rows: list[Row]) -> Table:
     encoder = first["kind"] == "encoder"
     stages = [name for name in STAGES if any(_stage(row, name) for row in rows)]
     if encoder:
-        columns = [*COLUMNS, *stages, "near alone", "far alone", "halves", "STS-B", "seconds"]
-        lines = [_softmax(first, columns), *(_line(row, stages, encoder) for row in rows)]
+        masked = [MASKED] if any("masked_loss" in row["stages"][0] for row in rows) else []
+        columns = [*COLUMNS, *stages, "near alone", "far alone", "halves", "STS-B", *masked]
+        columns.append("seconds")
+        lines = [
+            _softmax(first, columns), *(_line(row, stages, encoder, masked) for row in rows)
+        ]  # fmt: skip
     else:
         columns = [*COLUMNS, "softmax", *stages, "÷ softmax", "near alone", "far alone", "seconds"]
         lines = [_line(row, ["softmax", *stages], encoder) for row in rows]
@@ -66,10 +72,11 @@ def _softmax(row: Row, columns: Sequence[str]) -> list[str]:
     known = {"attention": "softmax", "near keys": "all"}
     known |= {"halves": _percent(row, "retrieval", "teacher")}
     known |= {"STS-B": _percent(row, "sts", "teacher")}
+    known |= {MASKED: _masked(row["stages"][0])}
     return [known.get(name, "–") for name in columns]
 
 
-def _line(row: Row, stages: Sequence[str], encoder: bool) -> list[str]:
+def _line(row: Row, stages: Sequence[str], encoder: bool, masked: Sequence[str] = ()) -> list[str]:
     kept = _kept(row)
     line = [_name(row), str(row["near_keys"] or "–"), kept, f"{row['tokens'] / 1e6:.2f}M"]
     for name in stages:
@@ -82,6 +89,7 @@ def _line(row: Row, stages: Sequence[str], encoder: bool) -> list[str]:
         line.append(_plain(own, encoder) if own else "–")
     if encoder:
         line += [_percent(row, name, "student") for name in ("retrieval", "sts")]
+        line += [_masked(row["stages"][-1]) for _ in masked]
     return [*line, f"{sum(stage['seconds'] for stage in row['stages']):,.0f}"]
 
 
@@ -117,6 +125,10 @@ def _score(stage: Mapping[str, Any], encoder: bool) -> str:
 
 def _plain(stage: Mapping[str, Any], encoder: bool) -> str:
     return f"{stage['cosine_mean']:.4f}" if encoder else f"{stage['perplexity']:.2f}"
+
+
+def _masked(stage: Mapping[str, Any]) -> str:
+    return f"{stage['masked_loss']:.3f}" if "masked_loss" in stage else "–"
 
 
 def _percent(row: Row, name: str, who: str) -> str:
