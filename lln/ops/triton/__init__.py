@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lln.ops.triton.tiles import block_fits, causal_fits, padded
+from lln.ops.triton.tiles import block_fits, causal_fits, near_fits, state_elements, state_fits
 from lln.protocols import HALF, Call
 
 _MODULES = {
@@ -39,7 +39,6 @@ INSTALLED = importlib.util.find_spec("triton") is not None  # a constant, for to
 WIDTHS = (16, 32, 48, 64, 80, 96, 128, 256)
 MOST_SINKS = 64  # columns of a tile
 LEAST_SEGMENT = 16  # keys between the edges of two windows: the rows of a tensor core
-STATE_ELEMENTS = 1 << 14  # slots times values that a program of far keys holds
 
 
 def __getattr__(name: str) -> Any:
@@ -95,7 +94,7 @@ def _refuses_near(call: Call) -> str | None:
         return f"sinks={call.sinks}; the kernels of windows take up to {MOST_SINKS}"
     if q.shape[2] != k.shape[2]:
         return f"{q.shape[2]} queries of {k.shape[2]} keys; the kernels of windows want as many"
-    if max(q.shape[-1], v.shape[-1]) > 128:
+    if not near_fits(q.shape[-1], v.shape[-1]):
         return f"widths D={q.shape[-1]}, E={v.shape[-1]}; the kernels of windows take up to 128"
     return None
 
@@ -125,11 +124,10 @@ def _refuses_far(call: Call) -> str | None:
 
 def _refuses_states(call: Call) -> str | None:
     slots, values = call.slots or call.q.shape[-1], call.v.shape[-1]
-    most = STATE_ELEMENTS if call.q.dtype.itemsize == 2 else STATE_ELEMENTS // 2
-    if slots not in WIDTHS or padded(slots) * padded(values) > most:
+    if slots not in WIDTHS or not state_fits(slots, values, call.q.dtype):
         return (
             f"{slots} slots by {values} values; the kernels of far keys take {WIDTHS} slots, and "
-            f"{most} numbers in all"
+            f"{state_elements(call.q.dtype)} numbers in all"
         )
     return None
 

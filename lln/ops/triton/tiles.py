@@ -150,6 +150,25 @@ def block_fits(d: int, e: int, dtype: torch.dtype, block: int) -> bool:
     return width <= 128 and block <= (128 if width <= 64 else 64)
 
 
+def near_fits(d: int, e: int) -> bool:
+    """Whether the kernels of windows and sinks take these widths."""
+    return max(padded(d), padded(e)) <= 128
+
+
+# Slots times values that a program of far keys holds in half precision; half as many in float32.
+STATE_ELEMENTS = 1 << 14
+
+
+def state_elements(dtype: torch.dtype) -> int:
+    """The most slots times values, both padded, that the kernels of far keys take."""
+    return STATE_ELEMENTS if dtype.itemsize == 2 else STATE_ELEMENTS // 2
+
+
+def state_fits(slots: int, e: int, dtype: torch.dtype) -> bool:
+    """Whether a program of far keys holds a state of this size."""
+    return padded(slots) * padded(e) <= state_elements(dtype)
+
+
 def fused_backward(d: int, e: int) -> bool:
     """Whether one backward kernel of LLN+Diag holds both branches in registers."""
     return max(padded(d), padded(e)) <= 64

@@ -81,6 +81,9 @@ def test_cases_are_those_asked_for():
         resources.resource_cases(ops=["causal"], widths=[256])
     found = resources.resource_cases(ops=["causal", "decode"], widths=[128], dtypes=["float32"])
     assert [case.name for case in found] == ["decode D=128 float32"]
+    joint = ["near", *resources.NEAR_FAR, "block_causal"]
+    found = resources.resource_cases(ops=joint, widths=[128, 256], dtypes=["float32"])
+    assert [case.name for case in found] == ["near D=128 float32", "near_far_slots D=128 float32"]
     masked = resources.resource_cases(ops=["causal"], widths=[64], masked=True)
     assert len(masked) == 3 and all(length % 4 for length in masked[0].lengths)
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,9 @@ HEADS = 12
 SEQUENCES = 4  # that are packed
 SCALE = 0.125  # of the softmax branch
 SINGLE_BLOCK = 32  # the largest of LLN+Diag in float32
+OVERLAP, SINKS = 32, 4  # of windows
+SLOTS = {64: 128, 128: 64}  # of far keys, by width: features of their own
+NEAR_FAR = ("near_far", "near_far_causal", "near_far_slots")
 WIDTHS = (64, 128, 256)
 DTYPES = ("bfloat16", "float16", "float32")
 FORWARD, BACKWARD = "fwd", "bwd"
@@ -79,6 +82,11 @@ class ResourceCase:
     def block(self) -> int:
         return SINGLE_BLOCK if self.dtype == "float32" else DIAG_BLOCK
 
+    @property
+    def slots(self) -> int:
+        """Width of the features of far keys."""
+        return SLOTS.get(self.D, self.D) if self.op == "near_far_slots" else self.D
+
     def tokens(self, *shape: int) -> list[Tensor]:
         """q, k, v in memory that nobody touches."""
         dtype = getattr(torch, self.dtype)
@@ -95,6 +103,13 @@ class ResourceCase:
             return tiles.causal_fits(self.D, self.D, dtype)
         if self.op in ("lln_diag", "block_diagonal"):
             return tiles.block_fits(self.D, self.D, dtype, self.block)
+        near = tiles.near_fits(self.D, self.D)
+        if self.op == "near":
+            return near
+        if self.op == "block_causal":
+            return tiles.state_fits(self.D, self.D, dtype)
+        if self.op in NEAR_FAR:
+            return near and tiles.state_fits(self.slots, self.D, dtype)
         return True
 
 
@@ -122,6 +137,32 @@ def _block_diagonal(case: ResourceCase, length: int) -> Launched:
     q, k, v = case.tokens(1, HEADS, length)
     options = {"block": case.block, "scale": SCALE, "key_mask": case.mask(1, length)}
     return [kernels.block_diagonal(q, k, v, **options)], [q, k, v]
+
+
+def _near(case: ResourceCase, length: int) -> Launched:
+    q, k, v = case.tokens(1, HEADS, length)
+    window = {"block": case.block, "overlap": OVERLAP, "sinks": SINKS, "scale": SCALE}
+    return [kernels.near(q, k, v, key_mask=case.mask(1, length), **window)], [q, k, v]
+
+
+def _near_far(case: ResourceCase, length: int) -> Launched:
+    """Far keys outside of blocks; causal ones overlap and have sinks."""
+    q, k, v = case.tokens(1, HEADS, length)
+    q_far, k_far = q, k
+    if case.slots != case.D:
+        q_far, k_far, _ = replace(case, D=case.slots).tokens(1, HEADS, length)
+    options: dict[str, Any] = {"block": case.block, "scale": SCALE}
+    options |= {"gamma": torch.empty(1, HEADS), "key_mask": case.mask(1, length), **_scales()}
+    if case.op == "near_far_causal":
+        options |= {"overlap": OVERLAP, "sinks": SINKS, "is_causal": True}
+    out = kernels.near_far(q, k, v, q_far=q_far, k_far=k_far, **options)
+    return [out], [q, k, v] if q_far is q else [q, k, v, q_far, k_far]
+
+
+def _block_causal(case: ResourceCase, length: int) -> Launched:
+    q, k, v = case.tokens(1, HEADS, length)
+    options = {"causal_block": case.block, "key_mask": case.mask(1, length), **_scales()}
+    return [kernels.block_causal(q, k, v, **options)], [q, k, v]
 
 
 def _state(case: ResourceCase, length: int) -> Launched:
@@ -166,6 +207,9 @@ OPS: dict[str, Callable[[ResourceCase, int], Launched]] = {
     "lln_diag": _lln_diag,
     "causal": _causal,
     "block_diagonal": _block_diagonal,
+    "near": _near,
+    **dict.fromkeys(NEAR_FAR, _near_far),
+    "block_causal": _block_causal,
     "state": _state,
     "varlen": _varlen,
     "decode": _decode,
