@@ -60,7 +60,9 @@ def bench_gpu(
 
 @bench_app.command("resources")
 def bench_resources(
-    arch: Annotated[int, typer.Option(help="80, 90 or 100: A100, H200, B200.")] = 90,
+    arch: Annotated[
+        int, typer.Option(help="80, 86, 89, 90 or 100: A100, A10, L40S, H200, B200.")
+    ] = 90,
     op: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
     width: Annotated[list[int] | None, typer.Option(help="64, 128 or 256; repeatable.")] = None,
     dtype: Annotated[

@@ -19,14 +19,14 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable
 from importlib import resources
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Result = TypeVar("Result")
+from lln.ops.arguments import constant_under_compile
+
 METHODS = ("variance", "entropy")
 HEAD_DIMS = (2, 1024)
 TABLE = "curves.json"
@@ -104,12 +104,6 @@ def _curve(method: str, head_dim: int, normalize_keys: bool) -> Curve:
     draft = Curve(known, tuple(coefficients), end, end_slope=0.0)
     below, at = draft.sigma2(ends).log().tolist()
     return draft._replace(end_slope=(at - below) / 1e-5)
-
-
-def constant_under_compile(function: Callable[..., Result]) -> Callable[..., Result]:
-    """``torch.compiler.assume_constant_result`` without importing the compiler, which takes 2 s."""
-    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-    return function
 
 
 @constant_under_compile

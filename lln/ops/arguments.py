@@ -220,6 +220,12 @@ def transforms_active() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
+def constant_under_compile(function: Callable[P, R]) -> Callable[P, R]:
+    """``torch.compiler.assume_constant_result`` without importing the compiler, which takes 2 s."""
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
 def as_scale(name: str, value: float | Tensor, batch: int, heads: int, like: Tensor) -> Tensor:
     """``alpha`` or ``beta`` as a tensor ``[B, heads]`` of the compute dtype; gradients flow."""
     dtype = compute_dtype(like)

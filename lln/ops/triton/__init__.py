@@ -15,7 +15,15 @@ from typing import Any
 
 import torch
 
-from lln.ops.triton.tiles import block_fits, causal_fits, near_fits, state_elements, state_fits
+from lln.ops.triton.tiles import (
+    MOST_SHARED,
+    block_fits,
+    causal_fits,
+    near_fits,
+    shared,
+    state_elements,
+    state_fits,
+)
 from lln.protocols import HALF, Call
 
 _MODULES = {
@@ -124,12 +132,18 @@ def _refuses_far(call: Call) -> str | None:
 
 def _refuses_states(call: Call) -> str | None:
     slots, values = call.slots or call.q.shape[-1], call.v.shape[-1]
-    if slots not in WIDTHS or not state_fits(slots, values, call.q.dtype):
+    if slots not in WIDTHS or not state_fits(slots, values, call.q.dtype, call.q.device):
         return (
             f"{slots} slots by {values} values; the kernels of far keys take {WIDTHS} slots, and "
-            f"{state_elements(call.q.dtype)} numbers in all"
+            f"{state_elements(call.q.dtype)} numbers in all{_with_less(call.q.device)}"
         )
     return None
+
+
+def _with_less(device: torch.device) -> str:
+    """Why a device may refuse what those messages allow."""
+    kib = shared(device)
+    return "" if kib == MOST_SHARED else f"; less on this device, of {kib} KiB a program"
 
 
 def _refuses_packed(call: Call) -> str | None:
@@ -143,11 +157,12 @@ def _refuses_packed(call: Call) -> str | None:
 def _refuses_causal(call: Call) -> str | None:
     d, e = call.q.shape[-1], call.v.shape[-1]
     asked = call.op == "causal" or (call.op == "lln_diag" and call.is_causal)
-    if not asked or causal_fits(d, e, call.q.dtype):
+    if not asked or causal_fits(d, e, call.q.dtype, call.q.device):
         return None
     return (
         f"widths D={d}, E={e} in {call.q.dtype} need more shared memory than "
         "there is; the causal kernels take up to 128, in float32 up to 128 by 64"
+        f"{_with_less(call.q.device)}"
     )
 
 
@@ -157,10 +172,10 @@ def _refuses_blocks(call: Call) -> str | None:
     q, k, d, e = call.q, call.k, call.q.shape[-1], call.v.shape[-1]
     if q.shape[2] != k.shape[2]:
         return f"{q.shape[2]} queries of {k.shape[2]} keys; the kernels of blocks take equally many"
-    if block_fits(d, e, q.dtype, call.block):
+    if block_fits(d, e, q.dtype, call.block, q.device):
         return None
     return (
         f"blocks of {call.block} with widths D={d}, E={e} in {q.dtype} need more shared memory "
         "than there is; the kernels take blocks up to 128, or 64 with widths above 64, or 32 in "
-        "float32 with widths up to 64"
+        f"float32 with widths up to 64{_with_less(q.device)}"
     )

@@ -1,6 +1,8 @@
 """Block sizes of the kernels: one small measured table instead of a search at the first call.
 
-`lln bench tiles` tries others on a device.
+`lln bench tiles` tries others on a device. Devices with less shared memory than an H200 have other
+entries where those of the table do not fit, and fewer shapes for which :func:`causal_fits` and its
+like say yes.
 
 A tile is (rows, warps, stages, programs, through, registers, values, sums): tokens per step, warps
 per program, loads in flight, the programs that run on one multiprocessor at a time, whether half
@@ -15,6 +17,8 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+
+from lln.ops.arguments import constant_under_compile
 
 
 class Tile(NamedTuple):
@@ -91,6 +95,35 @@ HALF = {
 SINGLE = {64: Tile(32, 4, 2, 4), 128: Tile(16, 8, 1, 2), 256: Tile(16, 8, 1, 1)}
 
 
+# KiB of shared memory that a program may ask for, by compute capability (NVIDIA's CUDA programming
+# guide); a device that is not listed, as those with 99, is taken for one with the least.
+LEAST_SHARED, MOST_SHARED = 99, 227
+SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
+Table = dict[int, Tile]
+
+
+def _with(smaller: dict[str, Table]) -> dict[str, Table]:
+    """The table of half precision with other entries where those do not fit; not measured."""
+    return {kernel: {**table, **smaller.get(kernel, {})} for kernel, table in HALF.items()}
+
+
+_HALF_IN_99: dict[str, Table] = {
+    "read_backward": {128: Tile(64, 8, 2, 1, through=False)},
+    "summarize_backward": {
+        128: Tile(64, 8, 1, 1, through=False),
+        256: Tile(32, 8, 1, 1, values=32),
+    },
+    "far_keys": {128: Tile(64, 8, 1, 1, through=False)},
+}
+# float32 without loads in flight where they do not fit
+_SINGLE_IN_99: dict[str, Table] = {
+    kernel: {**SINGLE, 64: Tile(32, 4, 1, 2)}
+    for kernel in ("causal", "causal_dkdv", "far_read_backward")
+}
+HALF_BY_MEMORY: dict[int, dict[str, Table]] = {227: HALF, 163: HALF, 99: _with(_HALF_IN_99)}
+SINGLE_BY_MEMORY: dict[int, dict[str, Table]] = {227: {}, 163: {}, 99: _SINGLE_IN_99}
+
+
 def padded(width: int) -> int:
     """The width of a register tile: the next power of two, at least the 16 of a tensor core."""
     return max(16, 1 << (width - 1).bit_length())
@@ -103,11 +136,23 @@ def value_block(d: int, e: int, dtype: torch.dtype, tile: Tile) -> int:
 
 
 @functools.cache
-def tile(kernel: str, d: int, e: int, dtype: torch.dtype) -> Tile:
-    """The entry of the table for widths D and E, rounded up to the next one measured."""
-    width = max(padded(d), padded(e))
-    table = HALF[kernel] if dtype.itemsize == 2 else SINGLE
+def tile(kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    """The entry of the table for widths D and E, rounded up to the next one listed."""
+    width, memory = max(padded(d), padded(e)), shared(device)
+    half, single = HALF_BY_MEMORY[memory][kernel], SINGLE_BY_MEMORY[memory].get(kernel, SINGLE)
+    table = half if dtype.itemsize == 2 else single
     return table[min((w for w in table if w >= width), default=max(table))]
+
+
+@constant_under_compile
+def shared(device: torch.device) -> int:
+    """KiB of shared memory that a program may ask for; the most where there is no CUDA device."""
+    return _shared(device) if device.type == "cuda" else MOST_SHARED
+
+
+@functools.cache
+def _shared(device: torch.device) -> int:
+    return SHARED.get(torch.cuda.get_device_capability(device), LEAST_SHARED)
 
 
 @functools.cache
@@ -136,16 +181,21 @@ def most_gradient_parts(d: int, e: int) -> int:
     return MERGE_IN_READER if padded(d) * padded(e) <= 4096 else 1
 
 
-def causal_fits(d: int, e: int, dtype: torch.dtype) -> bool:
+def causal_fits(d: int, e: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the causal kernels of these widths fit the shared memory of a multiprocessor."""
     narrow, wide = sorted((padded(d), padded(e)))
+    if wide > 64 and shared(device) == LEAST_SHARED:
+        return wide <= 128 and narrow <= 64 and dtype.itemsize == 2
     return wide <= (128 if dtype.itemsize == 2 or narrow <= 64 else 64)
 
 
-def block_fits(d: int, e: int, dtype: torch.dtype, block: int) -> bool:
+def block_fits(d: int, e: int, dtype: torch.dtype, block: int, device: torch.device) -> bool:
     """Whether a tile of whole blocks of the diagonal branch fits a multiprocessor."""
     width = max(padded(d), padded(e))
-    if dtype.itemsize == 4:  # each dot keeps its operands in three terms
+    single = dtype.itemsize == 4  # each dot keeps its operands in three terms
+    if width > 32 and shared(device) == LEAST_SHARED and (single or width > 64):
+        return False
+    if single:
         return width <= 64 and block <= 32
     return width <= 128 and block <= (128 if width <= 64 else 64)
 
@@ -164,8 +214,11 @@ def state_elements(dtype: torch.dtype) -> int:
     return STATE_ELEMENTS if dtype.itemsize == 2 else STATE_ELEMENTS // 2
 
 
-def state_fits(slots: int, e: int, dtype: torch.dtype) -> bool:
+def state_fits(slots: int, e: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a program of far keys holds a state of this size."""
+    wide = max(padded(slots), padded(e))
+    if dtype.itemsize == 4 and wide > 64 and shared(device) < MOST_SHARED:
+        return wide <= 128 < shared(device) and padded(slots) * padded(e) <= state_elements(dtype)
     return padded(slots) * padded(e) <= state_elements(dtype)
 
 
@@ -193,15 +246,23 @@ def segments(tokens: int, heads: int, device: torch.device) -> tuple[int, int]:
 
 
 @functools.cache
-def block_tile(kernel: str, block: int, d: int, e: int, dtype: torch.dtype) -> tuple[Tile, int]:
+def block_tile(
+    kernel: str, block: int, d: int, e: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tile, int]:
     """(tile, padded rows) for blocks of ``block`` tokens: the tile's rows are whole blocks."""
-    t = tile(kernel, d, e, dtype)
+    t = tile(kernel, d, e, dtype, device)
     rows = max(t.rows, padded(block))
     if rows > 64 and dtype.itemsize == 2:
-        t = tile(f"{kernel}_128", d, e, dtype)
+        t = tile(f"{kernel}_128", d, e, dtype, device)
     elif rows > 64:  # twice the rows: twice the warps, and no room to load ahead
         t = t._replace(warps=8, stages=1, programs=1)
     return t._replace(rows=rows // block * block), rows
+
+
+def forget() -> None:
+    """Drop what was remembered of the tables and of the devices that tiles were planned for."""
+    for remembered in (tile, block_tile, split):
+        remembered.cache_clear()
 
 
 @functools.lru_cache(maxsize=4096)

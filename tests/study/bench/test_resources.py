@@ -19,6 +19,7 @@ from lln.study.bench.kernels.offline import ARCHITECTURES, CannotCompile, Usage
 from tests.study.bench.outside import outside
 
 TRITON = Path(__file__).resolve().parents[3] / "lln" / "ops" / "triton"
+HALVES = ("bfloat16", "float16")
 PRINTED = """
 Fatbin elf code:
 ================
@@ -84,6 +85,9 @@ def test_cases_are_those_asked_for():
     joint = ["near", *resources.NEAR_FAR, "block_causal"]
     found = resources.resource_cases(ops=joint, widths=[128, 256], dtypes=["float32"])
     assert [case.name for case in found] == ["near D=128 float32", "near_far_slots D=128 float32"]
+    found = resources.resource_cases(86, ops=["causal", "lln_diag"], widths=[64, 128])
+    kept = [f"{op} D=64 {dtype}" for op in ("lln_diag", "causal") for dtype in HALVES]
+    assert [case.name for case in found] == [*kept, "causal D=64 float32"]
     masked = resources.resource_cases(ops=["causal"], widths=[64], masked=True)
     assert len(masked) == 3 and all(length % 4 for length in masked[0].lengths)
 
@@ -102,7 +106,9 @@ def test_a_process_that_imported_triton_to_interpret_is_refused():
 
 
 def test_unknown_architectures_are_refused():
-    with pytest.raises(CannotCompile, match=r"arch=91 is not known; pass one of 80, 90, 100"):
+    with pytest.raises(
+        CannotCompile, match=r"arch=91 is not known; pass one of 80, 86, 89, 90, 100"
+    ):
         offline.check_toolchain(91)
 
 
@@ -127,22 +133,24 @@ from lln.ops.triton import tiles
 cpu = torch.device("cpu")
 q = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16)
 split = lambda: tiles.split(16_384, 12, tiles.HALF["read"][64], cpu)
+wide = lambda: tiles.tile("far_keys", 128, 128, q.dtype, cpu)
 look = lambda: (
     dict(vars(driver)), JITFunction.run, tiles.multiprocessors, tiles.multiprocessors(cpu),
     split(), list(warnings.filters),
 )
-before = look()
-for arch, count in ((80, 108), (90, 132)):
+before, tile_before = look(), wide()
+for arch, count in ((80, 108), (86, 72), (90, 132)):
     try:
         with compiling(arch):
             inside = look()
             assert inside[3] == count and launch_causal.factors(q)["TERMS"] == 1, inside
             assert driver.active.get_current_target().arch == arch
+            assert (wide() == tile_before) == (arch != 86), wide()
             assert all(a != b for a, b in zip(before, inside)), (before, inside)
             raise KeyboardInterrupt
     except KeyboardInterrupt:
         pass
-    assert look() == before
+    assert look() == before and wide() == tile_before
 assert not torch.cuda.is_initialized()
 """
 
@@ -221,3 +229,19 @@ def test_every_kernel_fits_the_device_its_tiles_were_measured_on(dtype, width, t
     written = set(re.findall(r"^def (\w+_kernel)\(", sources, flags=re.M))
     never = written - {row["kernel"] for row in rows}
     assert not never, f"no op of lln.study.bench.kernels.resources.OPS launches {sorted(never)}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arch, dtype, width",
+    [(80, "float32", 64), (86, "float32", 64), (86, "bfloat16", 256), (89, "bfloat16", 128)],
+)
+def test_tiles_fit_devices_with_less_shared_memory(arch, dtype, width, toolchain, tmp_path):
+    """Widths and dtypes whose tiles come closest to the limit; the command compiles the rest."""
+    done = outside(
+        *("-m", "lln.cli.app", "bench", "resources", "--arch", str(arch), "--width", str(width)),
+        *("--dtype", dtype, "--out", str(tmp_path), "--jobs", "1"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.glob(f"resources-sm{arch}_*.json")
+    assert all(row["fits"] for row in json.loads(path.read_text())["rows"])

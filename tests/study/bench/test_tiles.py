@@ -10,6 +10,8 @@ from lln.cli.app import app
 from lln.ops.triton import tiles
 from lln.study.bench.kernels import tiles as trials
 
+CPU = torch.device("cpu")
+
 
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("kernel", trials.USED_BY)
@@ -29,11 +31,11 @@ def test_a_tile_is_used_inside_and_gone_afterwards():
     before = {name: dict(table) for name, table in tiles.HALF.items()}
     other = trials.Trial("read", 48, tiles.Tile(32, 2, 1, 1))
     with pytest.raises(RuntimeError, match="broken"), trials.using(other):
-        assert tiles.tile("read", 48, 64, torch.float16) == other.tile
-        assert tiles.tile("read", 128, 128, torch.float16) == before["read"][128]
+        assert tiles.tile("read", 48, 64, torch.float16, CPU) == other.tile
+        assert tiles.tile("read", 128, 128, torch.float16, CPU) == before["read"][128]
         raise RuntimeError("broken")
     assert before == tiles.HALF
-    assert tiles.tile("read", 48, 64, torch.float16) == before["read"][64]
+    assert tiles.tile("read", 48, 64, torch.float16, CPU) == before["read"][64]
 
 
 def test_rows_compare_with_the_tile_in_use_and_say_why_one_failed():

@@ -38,7 +38,7 @@ def diag(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(out, lse); ``linear`` adds the LLN branch, read from ``state`` or from ``parts``."""
     (b, heads, tokens, d), (_, kv_heads, _, e) = q.shape, v.shape
-    t, rows = block_tile("diag", block, d, e, q.dtype)
+    t, rows = block_tile("diag", block, d, e, q.dtype, q.device)
     pieces, span = split(tokens, b * heads, t, q.device)
     out = empty_rows(q, e)
     lse = empty_diag_lse(q, linear=linear) if save else None
@@ -69,7 +69,7 @@ def diag_backward(
     ``add_to`` = dq, dk, dv of half the linear branch, to which half the other one is added.
     """
     (b, heads, tokens, d), (_, kv_heads, _, e) = q.shape, v.shape
-    t, rows = block_tile("diag_backward", block, d, e, q.dtype)
+    t, rows = block_tile("diag_backward", block, d, e, q.dtype, q.device)
     pieces, span = split(tokens, b * kv_heads, t, q.device, program=DIAG_PROGRAM)
     dout = rows_contiguous(dout)
     dq, dk, dv = add_to or (empty_rows(q, d), empty_rows(k, d), empty_rows(v, e))

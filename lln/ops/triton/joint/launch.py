@@ -63,8 +63,8 @@ def empty_states(k: Tensor, v: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
     return floats(k, *shape), floats(k, *((0,) if cut.is_causal else shape))
 
 
-def _options(kernel: str, cut: Cut, d: int, e: int, dtype: torch.dtype) -> tuple[Tile, dict]:
-    t = tile(kernel, d, e, dtype)
+def _options(kernel: str, q: Tensor, d: int, e: int) -> tuple[Tile, dict]:
+    t = tile(kernel, d, e, q.dtype, q.device)
     return t, {"D": d, "E": e, "BD": padded(d), "BE": padded(e), "ROWS": t.rows, **t.options}
 
 
@@ -81,7 +81,7 @@ def join(
     if not cut.is_causal:
         scan(parts, after, NOTHING, d, e, reverse=True)
     out, lse = empty_rows(near, e), floats(q, b, heads, queries)
-    t, options = _options("far_read", cut, d, e, q.dtype)
+    t, options = _options("far_read", q, d, e)
     full = cut.block % t.rows == 0 and queries % cut.block == 0
     with on_device(q):
         join_kernel[(cut.blocks, b * heads)](
@@ -115,7 +115,7 @@ def join_backward(
     dq, dnear, dnear_log = empty_rows(q, d), empty_rows(near, e), floats(q, b, heads, queries)
     parts = floats(q, b * kv_heads, cut.blocks, d * (e + 3))
     slopes, shifts = (floats(q, b, heads, cut.blocks) for _ in range(2))
-    t, options = _options("far_read_backward", cut, d, e, q.dtype)
+    t, options = _options("far_read_backward", q, d, e)
     full = cut.block % t.rows == 0 and queries % cut.block == 0
     with on_device(q):
         join_backward_kernel[(cut.blocks, b * kv_heads)](
@@ -133,7 +133,7 @@ def join_backward(
         scan(parts, earlier, NOTHING, d, e, reverse=False)
     dk, dv = empty_rows(k, d), empty_rows(v, e)
     dbeta = floats(k, b, kv_heads, cut.segments)
-    t, options = _options("far_keys", cut, d, e, q.dtype)
+    t, options = _options("far_keys", q, d, e)
     full = cut.step % t.rows == 0 and keys % cut.step == 0
     with on_device(q):
         far_keys_kernel[(cut.segments, b * kv_heads)](

@@ -39,7 +39,7 @@ def near(
     """(out, log)."""
     (b, heads, tokens, d), (_, kv_heads, _, e) = q.shape, v.shape
     block, overlap, scale, causal = window
-    t = tile("near", d, e, q.dtype)
+    t = tile("near", d, e, q.dtype, q.device)
     rows = _rows(t, block)
     out, log = empty_rows(q, e), floats(q, b, heads, tokens)
     per_block = triton.cdiv(block, rows)
@@ -64,7 +64,7 @@ def near_backward(
     block, overlap, scale, causal = window
     group = heads // kv_heads
     dout, dlog = rows_contiguous(dout), dlog.contiguous()
-    t = tile("near_dq", d, e, q.dtype)
+    t = tile("near_dq", d, e, q.dtype, q.device)
     rows = _rows(t, block)
     per_block = triton.cdiv(block, rows)
     programs = _programs(tokens, block, per_block)
@@ -82,7 +82,7 @@ def near_backward(
     if count:
         sink_k, sink_v = (x.unflatten(0, (-1, group)).sum((1, 2)) for x in (sink_k, sink_v))
     dk, dv = empty_rows(k, d), empty_rows(v, e)
-    t = tile("near_dkdv", d, e, q.dtype)
+    t = tile("near_dkdv", d, e, q.dtype, q.device)
     options = _options(t, q, v, sinks, key_mask)
     with on_device(q):
         near_dkdv_kernel[(triton.cdiv(tokens, t.rows), b * kv_heads)](

@@ -72,7 +72,7 @@ def summarize_parts(
     ``segments`` = (count, span) fixes the parts: the first ``count`` segments of ``span`` keys.
     """
     (b, heads, keys, d), e = k.shape, v.shape[-1]
-    t = tile("summarize", d, e, k.dtype)
+    t = tile("summarize", d, e, k.dtype, k.device)
     block = value_block(d, e, k.dtype, t)
     columns = triton.cdiv(e, block)
     count, span = segments or split(keys, b * heads * columns, t, k.device, merged=True)
@@ -106,7 +106,7 @@ def read(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(out, lse) from a merged state, or from parts (then ``state`` is filled if ``save``)."""
     b, heads, queries, d = q.shape
-    t = tile("read", d, e, q.dtype)
+    t = tile("read", d, e, q.dtype, q.device)
     block = value_block(d, e, q.dtype, t)
     columns = triton.cdiv(e, block)
     pieces, span = split(queries, b * heads * columns, t, q.device)
@@ -133,7 +133,7 @@ def read_backward(
     """(dq, parts [B·Hkv, count, D·E + D] of (dM, g), dalpha or None); ``parts_only`` skips dq."""
     (b, heads, queries, d), (_, kv_heads, _, e) = q.shape, mean.shape
     dout = rows_contiguous(dout)
-    t = tile("read_backward", d, e, q.dtype)
+    t = tile("read_backward", d, e, q.dtype, q.device)
     block = value_block(d, e, q.dtype, t)
     columns = triton.cdiv(e, block)
     pieces, span = split(queries, b * heads * columns, t, q.device, merged=True)
@@ -177,7 +177,7 @@ def summarize_backward(
     """(dk, dv, dbeta or None) from the parts of (dM, g)."""
     (b, heads, keys, d), e = k.shape, v.shape[-1]
     parts = few_parts(parts, d, e)
-    t = tile("summarize_backward", d, e, k.dtype)
+    t = tile("summarize_backward", d, e, k.dtype, k.device)
     block = value_block(d, e, k.dtype, t)
     pieces, span = split(keys, b * heads, t, k.device)
     dk, dv = empty_rows(k, d), empty_rows(v, e)

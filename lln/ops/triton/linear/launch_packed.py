@@ -64,7 +64,7 @@ def summarize(
 ) -> Merged:
     """The state of every sequence and key head."""
     (tokens, heads, d), e = k.shape, v.shape[2]
-    t = tile("summarize", d, e, k.dtype)
+    t = tile("summarize", d, e, k.dtype, k.device)
     block = value_block(d, e, k.dtype, t)
     state = empty_packed_state(k, v, cu_k)
     plan = Plan.make(cu_k, tokens, heads, t)
@@ -88,7 +88,7 @@ def summarize(
 def read(q: Tensor, cu_q: Tensor, alpha: Tensor, state: Merged, out: Tensor, lse: Tensor) -> None:
     """Fill out [T, H, E] and lse."""
     (tokens, heads, d), e = q.shape, out.shape[2]
-    t = tile("read", d, e, q.dtype)
+    t = tile("read", d, e, q.dtype, q.device)
     block = value_block(d, e, q.dtype, t)
     plan = Plan.make(cu_q, tokens, heads, t)
     with on_device(q):
@@ -108,7 +108,7 @@ def read_backward(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Fill dq; return the gradients (dM, g) [S · Hkv, 1, D·E + D] of the states, and dalpha."""
     (tokens, heads, d), (sequences, kv_heads, _, e) = q.shape, state.mean.shape
-    t = tile("read_backward", d, e, q.dtype)
+    t = tile("read_backward", d, e, q.dtype, q.device)
     block = value_block(d, e, q.dtype, t)
     plan = Plan.make(cu_q, tokens, heads, t)
     parts = floats(q, heads * plan.items, d * (e + 1))
@@ -144,7 +144,7 @@ def summarize_backward(
 ) -> Tensor | None:  # fmt: skip
     """Fill dk, dv; return dbeta if asked for."""
     (tokens, heads, d), e = k.shape, v.shape[2]
-    t = tile("summarize_backward", d, e, k.dtype)
+    t = tile("summarize_backward", d, e, k.dtype, k.device)
     plan = Plan.make(cu_k, tokens, heads, t)
     slopes = floats(k, heads * plan.items, 1) if need_beta else None
     with on_device(k):

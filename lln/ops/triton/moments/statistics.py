@@ -37,7 +37,7 @@ def _deviations_impl(
         return sigma_q.zero_(), sigma_k.zero_()
     q, k = rows_contiguous(q), rows_contiguous(k)
     key_mask, query_mask = contiguous_mask(key_mask), contiguous_mask(query_mask)
-    t = tile("statistics", d, d, q.dtype)
+    t = tile("statistics", d, d, q.dtype, q.device)
     count, _ = split(max(queries, keys), b * (heads + kv_heads), t, q.device)
     q_span, k_span = whole_tiles(queries, count, t), whole_tiles(keys, count, t)
     parts = q.new_empty((b * (heads + kv_heads), count, 3), dtype=torch.float32)

@@ -27,7 +27,7 @@ def _forward(v: Tensor, weight: Tensor, before: int) -> Tensor:
     if v.numel() == 0:
         return out
     v, weight = rows_contiguous(v), weight.contiguous()
-    t = tile("convolution", e, e, v.dtype)
+    t = tile("convolution", e, e, v.dtype, v.device)
     pieces, span = split(tokens, b * heads, t, v.device)
     with on_device(v):
         convolve_kernel[(pieces, b * heads)](
@@ -41,7 +41,7 @@ def _forward(v: Tensor, weight: Tensor, before: int) -> Tensor:
 def _filter_gradient(dout: Tensor, v: Tensor, taps: int, before: int) -> Tensor:
     b, heads, tokens, e = v.shape
     dout, v = rows_contiguous(dout), rows_contiguous(v)
-    t = tile("convolution", e, e, v.dtype)
+    t = tile("convolution", e, e, v.dtype, v.device)
     halo = padded(taps - 1)
     pieces, span = split(tokens, b * heads, t, v.device)
     parts = floats(v, b, heads, pieces, t.rows, t.rows + halo)

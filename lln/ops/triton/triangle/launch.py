@@ -90,7 +90,7 @@ def causal(
         parts, _ = summarize_parts(k, v, beta, key_mask, normalize_keys, (count - 1, span))
         scan(parts, before, given, d, e, reverse=False)
     out, lse = empty_rows(q, e), empty_lse(q)
-    t = tile("causal", d, e, q.dtype)
+    t = tile("causal", d, e, q.dtype, q.device)
     with on_device(q):
         causal_kernel[(count, b * heads)](
             q, k, v, out, lse, key_mask, alpha, beta, before, *given,
@@ -138,7 +138,7 @@ def causal_backward(
         **factors(q),
     }
     scales = (mask_stride(key_mask), *alpha.stride(), *beta.stride(), heads, group, tokens, span)
-    t = tile("causal_dq", d, e, q.dtype)
+    t = tile("causal_dq", d, e, q.dtype, q.device)
     with on_device(q):
         causal_dq_kernel[(count, b * heads)](
             q, k, v, dout, lse, key_mask, alpha, beta, before, *given, dq, delta, flags, alpha_sums,
@@ -150,7 +150,7 @@ def causal_backward(
     # grouped heads: one gradient per query head, summed afterwards
     dk = empty_rows(k, d) if group == 1 else floats(q, b, heads, tokens, d)
     dv = empty_rows(v, e) if group == 1 else floats(q, b, heads, tokens, e)
-    t = tile("causal_dkdv", d, e, q.dtype)
+    t = tile("causal_dkdv", d, e, q.dtype, q.device)
     with on_device(q):
         causal_dkdv_kernel[(count, b * heads)](
             q, k, v, dout, lse, delta, key_mask, alpha, beta, after, flags, dk, dv, beta_sums,
@@ -179,7 +179,7 @@ def summarize_queries(
     if count == first:
         return after
     parts = torch.empty_like(after)
-    t = tile("summarize", d, e, q.dtype)
+    t = tile("summarize", d, e, q.dtype, q.device)
     with on_device(q):
         summarize_queries_kernel[(count - first, b * heads)](
             q, dout, lse, delta, alpha, parts, *strides(q), *strides(dout), *alpha.stride(),

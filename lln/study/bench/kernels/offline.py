@@ -45,6 +45,8 @@ class Architecture(NamedTuple):
 
 ARCHITECTURES = {
     80: Architecture("A100", 108, 164 * KIB, 163 * KIB),
+    86: Architecture("A10", 72, 100 * KIB, 99 * KIB, warps=48, programs=16),
+    89: Architecture("L40S", 142, 100 * KIB, 99 * KIB, warps=48, programs=24),
     90: Architecture("H200", 132, 228 * KIB, 227 * KIB),
     100: Architecture("B200", 148, 228 * KIB, 227 * KIB),
 }
@@ -140,11 +142,24 @@ class _AbsentDevice:
 
 
 @contextlib.contextmanager
+def planned_for(arch: int) -> Iterator[None]:
+    """Take tiles, splits and what fits from the device in ``ARCHITECTURES`` inside the block."""
+    there = ARCHITECTURES[arch]
+    memory = there.shared_of_program // KIB
+    with contextlib.ExitStack() as undo:
+        undo.callback(tiles.forget)  # tiles and splits follow from the device
+        tiles.forget()
+        undo.enter_context(patch.object(tiles, "multiprocessors", lambda _: there.multiprocessors))
+        undo.enter_context(patch.object(tiles, "shared", lambda _: memory))
+        yield
+
+
+@contextlib.contextmanager
 def compiling(arch: int) -> Iterator[list[Any]]:
     """Compile what is launched inside the block; yield the list that the kernels are added to.
 
-    Launches are planned for the multiprocessors of the device in ``ARCHITECTURES``. What is changed
-    in Triton and in :mod:`lln.ops.triton` is as before after the block.
+    Launches are planned as in :func:`planned_for`. What is changed in Triton and in
+    :mod:`lln.ops.triton` is as before after the block.
     """
     check_toolchain(arch)
     from triton.runtime import driver
@@ -167,11 +182,8 @@ def compiling(arch: int) -> Iterator[list[Any]]:
         warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
         undo.callback(vars(driver).update, before)
         undo.callback(vars(driver).clear)
-        undo.callback(tiles.split.cache_clear)  # splits follow from the multiprocessors
-        tiles.split.cache_clear()
+        undo.enter_context(planned_for(arch))
         driver.set_active(_AbsentDevice(arch))  # pyright: ignore[reportArgumentType]
-        there = ARCHITECTURES[arch].multiprocessors
-        undo.enter_context(patch.object(tiles, "multiprocessors", lambda _: there))
         undo.enter_context(patch.object(JITFunction, "run", compile_only))
         yield launched
 

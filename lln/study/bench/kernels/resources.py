@@ -26,12 +26,13 @@ from lln.ops import triton as kernels
 from lln.ops.triton import tiles
 from lln.records import machine
 from lln.study.bench import sweep
-from lln.study.bench.cases import DIAG_BLOCK, TAPS
+from lln.study.bench.cases import DIAG_BLOCK, TAPS, WIDE_BLOCK
 from lln.study.bench.kernels.offline import (
     ARCHITECTURES,
     CannotCompile,
     check_toolchain,
     compiling,
+    planned_for,
     usage,
 )
 
@@ -43,10 +44,12 @@ SCALE = 0.125  # of the softmax branch
 SINGLE_BLOCK = 32  # the largest of LLN+Diag in float32
 OVERLAP, SINKS = 32, 4  # of windows
 SLOTS = {64: 128, 128: 64}  # of far keys, by width: features of their own
+BLOCKS = ("lln_diag", "lln_diag_learned", "block_diagonal")
 NEAR_FAR = ("near_far", "near_far_causal", "near_far_slots")
 WIDTHS = (64, 128, 256)
 DTYPES = ("bfloat16", "float16", "float32")
 FORWARD, BACKWARD = "fwd", "bwd"
+HERE = torch.device("cpu")  # where the tensors are that nobody touches
 CONFIGURATION = f"B=1 H={HEADS} E=D block={DIAG_BLOCK}, in float32 {SINGLE_BLOCK}"
 
 # The numbers of what does not compile.
@@ -80,7 +83,9 @@ class ResourceCase:
 
     @property
     def block(self) -> int:
-        return SINGLE_BLOCK if self.dtype == "float32" else DIAG_BLOCK
+        if self.dtype == "float32":
+            return SINGLE_BLOCK
+        return WIDE_BLOCK if self.op == "lln_diag_learned" and self.D <= 64 else DIAG_BLOCK
 
     @property
     def slots(self) -> int:
@@ -97,20 +102,21 @@ class ResourceCase:
         return torch.empty(*shape, dtype=torch.bool) if self.masked else None
 
     def takes(self) -> bool:
-        """Whether the kernels take this width and dtype; plain PyTorch is not compiled."""
-        dtype = getattr(torch, self.dtype)
+        """Whether the kernels take this width and dtype; plain PyTorch is not compiled.
+
+        Asked inside :func:`offline.planned_for`, of an architecture.
+        """
+        widths = self.D, self.D, getattr(torch, self.dtype)
         if self.op == "causal":
-            return tiles.causal_fits(self.D, self.D, dtype)
-        if self.op in ("lln_diag", "block_diagonal"):
-            return tiles.block_fits(self.D, self.D, dtype, self.block)
-        near = tiles.near_fits(self.D, self.D)
-        if self.op == "near":
-            return near
+            return tiles.causal_fits(*widths, HERE)
+        if self.op in BLOCKS:
+            return tiles.block_fits(*widths, self.block, HERE)
         if self.op == "block_causal":
-            return tiles.state_fits(self.D, self.D, dtype)
+            return tiles.state_fits(*widths, HERE)
+        near = tiles.near_fits(self.D, self.D)
         if self.op in NEAR_FAR:
-            return near and tiles.state_fits(self.slots, self.D, dtype)
-        return True
+            return near and tiles.state_fits(self.slots, *widths[1:], HERE)
+        return near or self.op != "near"
 
 
 def _scales(batch: int = 1) -> dict[str, Tensor]:
@@ -131,6 +137,14 @@ def _lln_diag(case: ResourceCase, length: int) -> Launched:
     q, k, v = case.tokens(1, HEADS, length)
     options = {"block": case.block, "scale": SCALE, "key_mask": case.mask(1, length)}
     return [kernels.lln_diag(q, k, v, **options, **_scales())], [q, k, v]
+
+
+def _lln_diag_learned(case: ResourceCase, length: int) -> Launched:
+    """With a weight per head that is learned, as recommended, and the largest block."""
+    q, k, v = case.tokens(1, HEADS, length)
+    mix = torch.empty(HEADS, requires_grad=True)
+    options = {"block": case.block, "scale": SCALE, "key_mask": case.mask(1, length), "mix": mix}
+    return [kernels.lln_diag(q, k, v, **options, **_scales())], [q, k, v, mix]
 
 
 def _block_diagonal(case: ResourceCase, length: int) -> Launched:
@@ -205,6 +219,7 @@ def _statistics(case: ResourceCase, length: int) -> Launched:
 OPS: dict[str, Callable[[ResourceCase, int], Launched]] = {
     "bidirectional": _bidirectional,
     "lln_diag": _lln_diag,
+    "lln_diag_learned": _lln_diag_learned,
     "causal": _causal,
     "block_diagonal": _block_diagonal,
     "near": _near,
@@ -219,6 +234,7 @@ OPS: dict[str, Callable[[ResourceCase, int], Launched]] = {
 
 
 def resource_cases(
+    arch: int = 90,
     *,
     ops: Sequence[str] | None = None,
     widths: Sequence[int] | None = None,
@@ -239,7 +255,8 @@ def resource_cases(
         for dtype in DTYPES
         if op in (ops or OPS) and width in (widths or WIDTHS) and dtype in (dtypes or DTYPES)
     ]
-    found = [case for case in wanted if case.takes()]
+    with planned_for(arch):
+        found = [case for case in wanted if case.takes()]
     if not found:
         refused = ", ".join(case.name for case in wanted)
         raise ValueError(f"there are no kernels for {refused}; take another width or dtype")
@@ -342,7 +359,7 @@ def run(
     if not console.is_terminal:
         console.width = 200  # a file or a pipe has no edge to wrap at
     check_toolchain(arch)
-    cases = resource_cases(ops=ops, widths=widths, dtypes=dtypes, masked=masked)
+    cases = resource_cases(arch, ops=ops, widths=widths, dtypes=dtypes, masked=masked)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     with Progress(*columns, TimeElapsedColumn(), console=console) as bars:
         task = bars.add_task("compiling", total=len(cases))

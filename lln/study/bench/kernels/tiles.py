@@ -75,7 +75,11 @@ class Trial:
 
 def current(kernel: str, width: int) -> Tile:
     """The entry of the table that serves this width."""
-    return tiles.tile(kernel, width, width, torch.bfloat16)
+    return tiles.tile(kernel, width, width, torch.bfloat16, _device())
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def trials(kernel: str, width: int) -> list[Trial]:
@@ -111,22 +115,16 @@ def trials(kernel: str, width: int) -> list[Trial]:
 @contextlib.contextmanager
 def using(trial: Trial) -> Iterator[None]:
     """Have the ops take the tile of a trial inside the block."""
-    table = tiles.HALF[trial.kernel]
+    table = tiles.HALF_BY_MEMORY[tiles.shared(_device())][trial.kernel]
     entry = min(width for width in table if width >= trial.width)
     before = table[entry]
     table[entry] = trial.tile
-    forget_plans()
+    tiles.forget()
     try:
         yield
     finally:
         table[entry] = before
-        forget_plans()
-
-
-def forget_plans() -> None:
-    """Drop what was remembered of the table of tiles."""
-    for remembered in (tiles.tile, tiles.block_tile, tiles.split):
-        remembered.cache_clear()
+        tiles.forget()
 
 
 def _run_once(group: Sequence[Trial]) -> None:
