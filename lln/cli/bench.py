@@ -50,8 +50,10 @@ def bench_gpu(
 ) -> None:
     """Measure the kernels on a CUDA device.
 
-    Time and share of the memory-bandwidth floor for LLN, LLN+Diag, causal LLN and decoding, beside
-    softmax by cuDNN and FlashAttention; checks first and stops if a kernel is wrong.
+    Time called from Python and from CUDA graphs, and share of the memory-bandwidth floor, for LLN,
+    LLN+Diag, causal LLN, near and far keys, the recommended setting and decoding, beside softmax by
+    cuDNN and FlashAttention, and beside fla and flash_bla where they are installed; checks first
+    and stops if a kernel is wrong. A training step of RoBERTa-base, too.
     """
     from lln.study.bench.gpu import run
 

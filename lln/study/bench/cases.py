@@ -1,11 +1,12 @@
 """What is measured: an op, an implementation and a shape.
 
-``op`` is the word used in ``lln/ops``, with the block in ``lln_diag_128``, or ``recommended``: the
-module with ``lln.nn.RECOMMENDED``, its learned parameters among the inputs. ``impl`` is ``"eager"``
-or ``"triton"`` for ours, ``"sdpa"`` for ``torch.nn.functional.scaled_dot_product_attention``
-(``"cudnn"`` and ``"flash"`` with the backend fixed), ``"matrix"`` for softmax attention that builds
-its N×N matrix and ``"torch"`` for torch's depth-wise convolution. Timing works on the closure that
-:func:`call` returns and knows nothing else.
+``op`` is a key of ``OPTIONS``: the word used in ``lln/ops`` and what is special, as the block in
+``lln_diag_128``; or ``recommended``: the module with ``lln.nn.RECOMMENDED``, its learned parameters
+among the inputs. ``impl`` is ``"eager"``, ``"triton"`` or ``"mixed"`` for ours, ``"sdpa"`` for
+``torch.nn.functional.scaled_dot_product_attention`` (``"cudnn"`` and ``"flash"`` with the backend
+fixed), ``"matrix"`` for softmax attention that builds its N×N matrix, ``"torch"`` for torch's
+depth-wise convolution, and a name of :mod:`lln.study.bench.peers` for other libraries. Timing works
+on the closure that :func:`call` returns and knows nothing else.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +27,27 @@ from lln import functional, moments
 from lln.nn import RECOMMENDED, LLNAttention
 from lln.ops import reference
 from lln.ops.convolution import convolve_by_blocks
+from lln.study.bench import peers
 
 ALPHA = BETA = 2.0  # constants: measuring them is the business of the "measured" op
+GAMMA = 0.0
 DIAG_BLOCK, WIDE_BLOCK = 64, 128
-BLOCKS = {"lln_diag": DIAG_BLOCK, "lln_diag_128": WIDE_BLOCK}  # of the ops of LLN+Diag
+_JOINT = {"diag_block": WIDE_BLOCK, "mix": "joint", "gamma": GAMMA}
+# Of lln.attention, by op.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bidirectional": {},
+    "causal": {"is_causal": True},
+    "lln_diag": {"diag_block": DIAG_BLOCK},
+    "lln_diag_128": {"diag_block": WIDE_BLOCK},
+    "lln_diag_overlap": {"diag_block": WIDE_BLOCK, "diag_overlap": WIDE_BLOCK // 2},
+    "lln_diag_causal": {"diag_block": DIAG_BLOCK, "is_causal": True},
+    "near_far": _JOINT,
+    "near_far_all": {**_JOINT, "far": "all"},
+    "near_far_overlap": {**_JOINT, "diag_overlap": WIDE_BLOCK // 2},
+    "near_far_causal": {**_JOINT, "diag_overlap": WIDE_BLOCK // 2, "is_causal": True},
+    "near_far_slots": _JOINT,
+}
+SLOTS = 2  # times D, of the features of far keys in "near_far_slots"
 TAPS = RECOMMENDED["conv"]  # of the convolution over tokens
 FORWARD, TRAINING = "fwd", "fwd+bwd"
 
@@ -64,9 +83,12 @@ class Case:
         }
 
 
-def _ours(impl: str, **options) -> Callable[..., Tensor]:
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return functional.attention(q, k, v, alpha=ALPHA, beta=BETA, impl=impl, **options)
+def _ours(op: str, impl: str) -> Callable[..., Tensor]:
+    options = {"alpha": ALPHA, "beta": BETA, "impl": impl, **OPTIONS[op]}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *features: Tensor) -> Tensor:
+        named = dict(zip(("q_features", "k_features"), features, strict=False))
+        return functional.attention(q, k, v, **named, **options)
 
     return run
 
@@ -121,27 +143,27 @@ def _backend(name: str, *, is_causal: bool = False) -> Callable[..., Tensor]:
 
 
 SOFTMAX = ("sdpa", "cudnn", "flash", "matrix")
+# What each of our implementations is measured in; "mixed" where no single kernel takes an op.
+IMPLEMENTED = {
+    "eager": ("bidirectional", "lln_diag", "causal"),
+    "triton": tuple(op for op in OPTIONS if op not in ("lln_diag_overlap", "near_far_all")),
+    "mixed": ("lln_diag_128", "lln_diag_overlap", "near_far_all"),
+}
 RUNNERS: dict[tuple[str, str], Callable[..., Tensor]] = {
-    ("bidirectional", "eager"): _ours("eager"),
+    **{(op, impl): _ours(op, impl) for impl, ops in IMPLEMENTED.items() for op in ops},
+    **{("measured", impl): _measured(impl) for impl in ("eager", "triton")},
+    **{("recommended", impl): _recommended(impl) for impl in IMPLEMENTED},
     ("bidirectional", "sdpa"): F.scaled_dot_product_attention,
     ("bidirectional", "matrix"): _softmax_matrix,
-    ("measured", "eager"): _measured("eager"),
-    ("lln_diag", "eager"): _ours("eager", diag_block=DIAG_BLOCK),
-    ("recommended", "eager"): _recommended("eager"),
-    ("causal", "eager"): _ours("eager", is_causal=True),
-    ("causal", "sdpa"): _sdpa_causal,
-    ("bidirectional", "triton"): _ours("triton"),
-    ("measured", "triton"): _measured("triton"),
-    ("lln_diag", "triton"): _ours("triton", diag_block=DIAG_BLOCK),
-    ("lln_diag_128", "triton"): _ours("triton", diag_block=WIDE_BLOCK),
-    ("causal", "triton"): _ours("triton", is_causal=True),
     ("bidirectional", "cudnn"): _backend("CUDNN_ATTENTION"),
     ("bidirectional", "flash"): _backend("FLASH_ATTENTION"),
+    ("causal", "sdpa"): _sdpa_causal,
     ("causal", "cudnn"): _backend("CUDNN_ATTENTION", is_causal=True),
     ("causal", "flash"): _backend("FLASH_ATTENTION", is_causal=True),
     ("convolution", "eager"): convolve_by_blocks,
     ("convolution", "triton"): _convolved,
     ("convolution", "torch"): _depthwise,
+    **peers.RUNNERS,
 }
 
 
@@ -165,25 +187,23 @@ def expected(case: Case, *tensors: Tensor) -> Tensor:
         return _depthwise(*tensors)
     if case.op == "recommended":
         return _recommended_reference(*tensors)
-    q, k, v = tensors
+    q, k, v, *features = tensors
+    if case.impl in peers.EXPECTED:
+        return peers.EXPECTED[case.impl](q, k, v)
     if case.impl in SOFTMAX:
         return _softmax_reference(q, k, v, is_causal=case.op == "causal")
     if case.op == "measured":
         alpha, beta = moments.calibrate(q, k)
-    else:
-        alpha, beta = q.new_full(q.shape[:2], ALPHA), q.new_full(k.shape[:2], BETA)
-    if block := BLOCKS.get(case.op):
-        scale = 1 / math.sqrt(q.shape[-1])
-        return reference.lln_diag(q, k, v, alpha=alpha, beta=beta, block=block, scale=scale)
-    exact = reference.causal if case.op == "causal" else reference.bidirectional
-    return exact(q, k, v, alpha=alpha, beta=beta)
+        return reference.bidirectional(q, k, v, alpha=alpha, beta=beta)
+    return _ours(case.op, "reference")(q, k, v, *features)
 
 
 def inputs(case: Case, *, seed: int = 0) -> list[Tensor]:
     """q, k, v of standard normal numbers, the same for every implementation of a shape.
 
     The convolution has v and its filters instead, "recommended" a weight per head and filters
-    besides: parameters, and therefore float32.
+    besides: parameters, and therefore float32. Far keys with slots have features of their own, and
+    other libraries get positive features for q and k.
     """
     generator = torch.Generator(case.device).manual_seed(seed)
     shape = (case.B, case.H, case.N, case.D)
@@ -193,6 +213,10 @@ def inputs(case: Case, *, seed: int = 0) -> list[Tensor]:
 
     dtype = getattr(torch, case.dtype)
     made = [normal(*shape).to(dtype) for _ in range(1 if case.op == "convolution" else 3)]
+    if case.impl in peers.EXPECTED:
+        made = peers.prepared(case.impl, *made)
+    if case.op == "near_far_slots":
+        made += [normal(*shape[:3], SLOTS * case.D).to(dtype) for _ in range(2)]
     if case.op == "recommended":
         made.append(normal(case.H))
     if case.op in ("convolution", "recommended"):

@@ -1,19 +1,19 @@
 """``lln bench gpu``: time and share of the memory-bandwidth floor on a CUDA device, in one run.
 
-LLN moves few bytes and computes little per byte, so its floor is memory traffic: u is the size of
-one ``[B, H, N, D]`` tensor, and an op that must read and write n of them cannot be faster than
-n·u / bandwidth, with the copy bandwidth of the same run.
+What is measured stands in :mod:`lln.study.bench.shapes`; floors are taken with the copy bandwidth
+of the same run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import TimeoutError, get_context
 from pathlib import Path
 from typing import Any
@@ -24,77 +24,31 @@ from rich.table import Table
 
 from lln.device.capture import captured
 from lln.records import files, machine
-from lln.study.bench import sweep
-from lln.study.bench.cases import ALPHA, FORWARD, TRAINING, Case, call, inputs
+from lln.study.bench import decoding, peers, step, sweep
+from lln.study.bench.cases import ALPHA, OPTIONS, TRAINING, Case, call, inputs
 from lln.study.bench.check import LENGTH, check
+from lln.study.bench.shapes import (
+    BASE,
+    EAGER,
+    GRAPH,
+    HOST,
+    LAUNCHES,
+    SERIES,
+    TOKENS,
+    Timed,
+    floor_share,
+    gpu_cases,
+)
+from lln.study.bench.timing import quantiles
 from lln.study.plots.lines import Axis, Series, line_plot
 
-# Tensors of [B, H, N, D] that must be read or written: (forward, forward and backward).
-FLOORS = {
-    "bidirectional": (4, 11),
-    "lln_diag": (6, 15),
-    "lln_diag_128": (6, 15),
-    "causal": (4, 11),
-    "measured": (6, 13),
-    "convolution": (2, 6),
-}
-RIVALS = ("cudnn", "flash", "torch", "eager")
-TOKENS = 65_536
-EAGER, GRAPH, SERIES = "eager", "graph", "series"
+MINE = ("triton", "mixed", "recommended")  # the last in a step of training
+RIVALS = ("cudnn", "flash", "sdpa", "torch", "eager", *peers.OPS)
 CALLS = {GRAPH: 1, SERIES: 10}
-CONTEXTS = (1, 1024, 16_384, 65_536)
+HOST_CALLS = 100  # that the time of the host is taken from
 QUANTILES = (0.2, 0.5, 0.8)
 CONFIGURATION = f"seed=0 alpha=beta={ALPHA:g} repeat_ms=60, cache cleared before every call"
 MOST_PROCESSES, MOST_SECONDS = 12, 75  # that compile at once, and how long they are waited for
-
-
-@dataclass(frozen=True)
-class Timed:
-    """A case and how it is launched.
-
-    From Python (``EAGER``), as a captured CUDA graph (``GRAPH``), or as one tenth of a graph of ten
-    calls in a row (``SERIES``): what a call costs inside a captured step, without its launch.
-    """
-
-    case: Case
-    launch: str
-
-
-def gpu_cases(*, quick: bool = False) -> list[Timed]:
-    """65,536 tokens in sequences of every length, other widths and dtypes, and batch 1.
-
-    What the targets are about comes first, for runs that are cut short.
-    """
-    base = Case("bidirectional", "triton", 4096, H=12, D=64, dtype="bfloat16", device="cuda")
-    lengths = (4096, 16_384) if quick else (512, 2048, 4096, 16_384, 65_536)
-
-    def cases(op: str, impl: str, lengths: Sequence[int], **change: Any) -> list[Case]:
-        return [
-            replace(base, op=op, impl=impl, N=n, B=TOKENS // n, passes=p, **change)
-            for n in lengths
-            for p in (FORWARD, TRAINING)
-        ]
-
-    ops = ("bidirectional", "lln_diag", "causal")
-    ours = [case for op in ops for case in cases(op, "triton", lengths)]
-    changes = ({"D": 128}, {"dtype": "float16"})
-    other = [c for change in changes for op in ops for c in cases(op, "triton", (4096,), **change)]
-    other += cases("lln_diag_128", "triton", (4096,))
-    cudnn = cases("bidirectional", "cudnn", [n for n in lengths if n != 2048])
-    more = cases("measured", "triton", (4096, 16_384)) + cases("causal", "cudnn", (4096, 16_384))
-    more += cases("bidirectional", "flash", (4096,)) + cases("causal", "flash", (4096,))
-    more += [c for i in ("triton", "eager", "torch") for c in cases("convolution", i, (4096,))]
-    single = [
-        Timed(replace(base, N=n, B=1, impl=impl), launch)
-        for n in (512, 4096, 16_384)
-        for impl in ("triton", "cudnn", "flash")
-        for launch in (EAGER, GRAPH)
-    ]
-    # Plain PyTorch reads sizes on the host, which a graph cannot capture.
-    plain = [Timed(case, EAGER) for op in ops[:2] for case in cases(op, "eager", (4096,))]
-    timed = [Timed(case, GRAPH) for case in ours + cudnn] + single
-    timed += [Timed(case, SERIES) for case in other] + [Timed(case, GRAPH) for case in more]
-    return timed + plain + [Timed(case, SERIES) for case in ours]
 
 
 def compile_ahead(cases: Sequence[Case], processes: int) -> None:
@@ -103,7 +57,7 @@ def compile_ahead(cases: Sequence[Case], processes: int) -> None:
     What they compile lies in Triton's cache. What cannot run is left to :func:`measure`, which says
     why.
     """
-    ours = dict.fromkeys(case for case in cases if case.impl == "triton")
+    ours = dict.fromkeys(case for case in cases if case.impl in ("triton", "mixed"))
     small = dict.fromkeys(replace(case, N=LENGTH, H=2, B=2) for case in ours)
     in_processes(_run_once, [*small, *ours], processes, MOST_SECONDS)
 
@@ -140,8 +94,23 @@ def time_gpu(run: Callable[[], object], *, budget_ms: int = 60) -> list[float]:
     return times
 
 
+def time_host(run: Callable[[], object]) -> list[float]:
+    """Milliseconds that Python takes to launch a call, the device idle before each."""
+    seconds = []
+    for _ in range(HOST_CALLS):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    torch.cuda.synchronize()
+    found = quantiles(seconds)
+    return [found.ms_p20, found.ms_p50, found.ms_p80]
+
+
 def time_launch(run: Callable[[], object], launch: str) -> list[float]:
-    """:func:`time_gpu` of one call, launched as :class:`Timed` says."""
+    """:func:`time_gpu` of one call, launched as :class:`lln.study.bench.shapes.Timed` says."""
+    if launch == HOST:
+        return time_host(run)
     if launch == EAGER:
         return time_gpu(run)
     return [ms / CALLS[launch] for ms in time_gpu(captured(run, CALLS[launch]))]
@@ -173,7 +142,8 @@ def measure(
             times = time_launch(run, timed.launch)
             p20, p50, p80 = (round(value, 5) for value in times)
             row |= {"ms_p20": p20, "ms_p50": p50, "ms_p80": p80, "peak_mb": round(peak, 1)}
-            row |= {"floor_share": floor_share(case, p50, bandwidth), "error": ""}
+            share = None if timed.launch == HOST else floor_share(case, p50, bandwidth)
+            row |= {"floor_share": share, "error": ""}
         except Exception as error:  # a row that says why, not a lost run
             missing = dict.fromkeys(("ms_p20", "ms_p50", "ms_p80", "peak_mb", "floor_share"))
             row |= {**missing, "error": str(error).splitlines()[0][:200]}
@@ -181,35 +151,49 @@ def measure(
         yield {**row, "copy_tb_s": round(bandwidth / 1e12, 3), **facts}
 
 
-def floor_share(case: Case, milliseconds: float, bandwidth: float) -> float | None:
-    """Bytes that must move ÷ (time × copy bandwidth); 1 is the physical limit."""
-    if case.op not in FLOORS or case.impl not in ("triton", "eager"):
-        return None
-    unit = case.B * case.H * case.N * case.D * getattr(torch, case.dtype).itemsize
-    units = FLOORS[case.op][0 if case.passes == FORWARD else 1]
-    return round(units * unit / (milliseconds * 1e-3 * bandwidth), 4)
-
-
 def ratios(rows: Sequence[sweep.Row]) -> list[sweep.Row]:
-    """How many times faster our kernel is than each rival, on equal shapes and launches."""
+    """How many times faster ours is than each rival, on equal shapes and launches."""
     keys = ("op", "pass", "B", "N", "D", "dtype", "launch")
-    ours = {
-        tuple(r[k] for k in keys): r["ms_p50"]
-        for r in rows
-        if r.get("impl") == "triton" and r.get("ms_p50")
+    theirs = {
+        (row["impl"], *(row[k] for k in keys)): row["ms_p50"]
+        for row in rows
+        if row.get("impl") in RIVALS and row.get("ms_p50")
     }
     found = []
     for row in rows:
-        key = tuple(row.get(k) for k in keys)
-        if row.get("impl") not in RIVALS or not row.get("ms_p50"):
+        if row.get("impl") not in MINE or not row.get("ms_p50"):
             continue
-        if row["impl"] == "eager":
-            key = (*key[:-1], GRAPH)
-        if key in ours:
-            named = dict(zip(keys, key, strict=True))
-            faster = round(row["ms_p50"] / ours[key], 2)
-            found.append({**named, "against": row["impl"], "times_faster": faster})
+        named = {k: row[k] for k in keys}
+        for rival in RIVALS:
+            other = {**named, "op": _compared_with(row["op"], rival)}
+            if rival == "eager":  # plain PyTorch cannot be captured: its calls against our graphs
+                other["launch"] = EAGER if row["launch"] == GRAPH else None
+            if slow := theirs.get((rival, *other.values())):
+                faster = round(slow / row["ms_p50"], 2)
+                found.append({**named, "against": rival, "times_faster": faster})
     return found
+
+
+def _compared_with(op: str, rival: str) -> str:
+    """The op of a rival that one of ours replaces: softmax has two, with a triangle or without."""
+    if rival not in ("cudnn", "flash", "sdpa") or op in ("convolution", "decode", "roberta_step"):
+        return op
+    return "causal" if OPTIONS.get(op, {}).get("is_causal") else "bidirectional"
+
+
+def added_by_measuring(rows: Sequence[sweep.Row]) -> list[sweep.Row]:
+    """Milliseconds that measuring α and β adds to LLN, by pass, length and launch."""
+    keys = ("pass", "B", "N", "D", "dtype", "launch")
+    times = {
+        (row["op"], *(row[k] for k in keys)): row["ms_p50"]
+        for row in rows
+        if row.get("impl") == "triton" and row.get("ms_p50")
+    }
+    return [
+        {**dict(zip(keys, key[1:], strict=True)), "added_ms": round(ms - given, 5)}
+        for key, ms in times.items()
+        if key[0] == "measured" and (given := times.get(("bidirectional", *key[1:])))
+    ]
 
 
 def plots(rows: Sequence[sweep.Row]) -> dict[str, str]:
@@ -219,8 +203,8 @@ def plots(rows: Sequence[sweep.Row]) -> dict[str, str]:
         if r.get("ms_p50") and r["B"] * r["N"] == TOKENS and r["pass"] == TRAINING
         and r["dtype"] == "bfloat16" and r["D"] == 64 and r["launch"] == GRAPH
     ]  # fmt: skip
-    left_out = ("measured", "convolution")  # at one or two lengths only
-    curves = dict.fromkeys((r["op"], r["impl"]) for r in chosen if r["op"] not in left_out)
+    drawn_ops = ("bidirectional", "lln_diag", "causal")  # at every length
+    curves = dict.fromkeys((r["op"], r["impl"]) for r in chosen if r["op"] in drawn_ops)
 
     def series(key: str) -> list[Series]:
         drawn = []
@@ -263,9 +247,8 @@ def run(
     compile_ahead([timed.case for timed in cases], min(MOST_PROCESSES, os.cpu_count() or 1))
     bandwidth = copy_bandwidth()
     console.print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
-    checked = check(timed.case for timed in cases)
-    console.print(f"{checked} implementations agree with the float64 definition")
-    rows = list(_extra(bandwidth))
+    cases = _agreeing(cases, console)
+    rows = list(_extra(bandwidth, lambda name: console.print(name, highlight=False), quick=quick))
     few = len(rows)
     for row in measure(cases, bandwidth, lambda name: console.print(name, highlight=False)):
         rows.append(row)
@@ -288,73 +271,75 @@ def run(
 
 def _save(rows: Sequence[sweep.Row], folder: Path) -> Path:
     """Write rows and ratios so far, again and again: a run that is cut keeps what it measured."""
-    content: dict[str, list[Any]] = {"ratios": ratios(rows), "rows": list(rows)}
+    content: dict[str, list[Any]] = {"ratios": ratios(rows)}
+    content |= {"measuring": added_by_measuring(rows), "rows": list(rows)}
     return sweep.save_json(content, folder, subject="gpu", device="cuda")
 
 
-def _extra(bandwidth: float) -> Iterator[sweep.Row]:
-    """The two ops that are not an attention call: the statistics, and one step of decoding."""
+def _agreeing(cases: Sequence[Timed], console: Console) -> list[Timed]:
+    """The cases, checked: one of ours that is off ends the run, another library is left out."""
+    checked = check(timed.case for timed in cases if timed.case.impl not in peers.OPS)
+    console.print(f"{checked} implementations agree with the float64 definition")
+    left = list(cases)
+    for impl in dict.fromkeys(t.case.impl for t in cases if t.case.impl in peers.OPS):
+        try:
+            check(timed.case for timed in cases if timed.case.impl == impl)
+        except Exception as error:  # it is not ours to fix
+            console.print(f"{impl} is left out: {error}", markup=False)
+            left = [timed for timed in left if timed.case.impl != impl]
+    return left
+
+
+def _extra(bandwidth: float, watch: Callable[[str], None], *, quick: bool) -> Iterator[sweep.Row]:
+    """What is not an attention call: the statistics, steps of decoding, a step of training."""
     facts = {"copy_tb_s": round(bandwidth / 1e12, 3), **machine.facts("cuda")}
     facts["configuration"] = CONFIGURATION
     for launch in (GRAPH, SERIES):
         yield {**_statistics_row(launch, bandwidth), **facts}
-    for context in CONTEXTS:
-        for launch in (GRAPH, SERIES):
-            yield {**_decode_row(context, launch, bandwidth), **facts}
-
-
-def _row(
-    op: str, shape: tuple[int, int, int, int], moved: float, bandwidth: float,
-    run: Callable[[], object], launch: str,
-) -> sweep.Row:  # fmt: skip
-    """A row of an op that must move ``moved`` bytes."""
-    times = time_launch(run, launch)
-    return {
-        "op": op, "impl": "triton", "pass": FORWARD, **dict(zip("BHND", shape, strict=True)),
-        "dtype": "bfloat16", "launch": launch,
-        **dict(zip(("ms_p20", "ms_p50", "ms_p80"), (round(x, 5) for x in times), strict=True)),
-        "peak_mb": None, "floor_share": round(moved / (times[1] * 1e-3 * bandwidth), 4),
-        "error": "",
-    }  # fmt: skip
+    timers: dict[str, Callable[..., list[float]]] = {
+        launch: functools.partial(time_launch, launch=launch) for launch in (GRAPH, EAGER, SERIES)
+    }
+    for row in decoding.rows(decoding.decode_cases(), timers, bandwidth, watch):
+        yield {**row, **facts}
+    for row in step.rows(watch, lengths=step.LENGTHS[-1:] if quick else step.LENGTHS):
+        yield {**row, **facts}
 
 
 def _statistics_row(launch: str, bandwidth: float) -> sweep.Row:
     from lln.moments import standard_deviations
 
-    q, k, _ = inputs(Case("bidirectional", "triton", 4096, B=16, dtype="bfloat16", device="cuda"))
+    case = replace(BASE, op="statistics", B=16)
+    q, k, _ = inputs(case)
+    times = time_launch(lambda: standard_deviations(q, k), launch)
     moved = 2 * q.numel() * q.element_size()
-    run = lambda: standard_deviations(q, k)  # noqa: E731
-    return _row("statistics", (16, 12, 4096, 64), moved, bandwidth, run, launch)
+    share = round(moved / (times[1] * 1e-3 * bandwidth), 4)
+    return {**case.row(), "launch": launch, **timed_columns(times), "floor_share": share}
 
 
-def _decode_row(context: int, launch: str, bandwidth: float) -> sweep.Row:
-    """One token for 64 streams that have already seen ``context`` keys: states read and written."""
-    from lln.functional import prefill
-    from lln.ops.state import summarize
-
-    batch, heads, width = 64, 12, 64
-    make = lambda n: torch.randn(batch, heads, n, width, device="cuda", dtype=torch.bfloat16)  # noqa: E731
-    scale = torch.full((batch, heads), ALPHA, device="cuda")
-    keys = make(context)
-    state = summarize(keys, keys, beta=scale)
-    q, k, v = make(1), make(1), make(1)
-
-    def step() -> object:
-        with torch.no_grad():
-            return prefill(q, k, v, state, alpha=scale, beta=scale)
-
-    moved = 2 * sum(x.numel() * x.element_size() for x in (state.log_mass, state.mean))
-    return _row("decode", (batch, heads, context, width), moved, bandwidth, step, launch)
+def timed_columns(times: Sequence[float]) -> sweep.Row:
+    """The columns of a row that was measured and has no peak."""
+    p20, p50, p80 = (round(ms, 5) for ms in times)
+    return {"ms_p20": p20, "ms_p50": p50, "ms_p80": p80, "peak_mb": None, "error": ""}
 
 
 def table(rows: Sequence[sweep.Row]) -> Table:
-    """What was measured, one line per row."""
-    shown = Table(title="Measurements", title_justify="left")
-    for name in ("op", "impl", "pass", "launch", "B", "N", "D", "dtype", "ms", "of floor"):
+    """What was measured, one line per case, a column per launch; the share is that of the graph."""
+    shown = Table(title="Measurements (ms)", title_justify="left")
+    keys = ("op", "impl", "pass", "B", "N", "D", "dtype")
+    for name in keys:
         shown.add_column(name)
+    for name in (*LAUNCHES, "of floor"):
+        shown.add_column(name, justify="right")
+    lines: dict[tuple[Any, ...], dict[str, sweep.Row]] = {}
     for row in rows:
-        time = row["error"] or f"{row['ms_p50']:.4f}"
-        share = "" if row["floor_share"] is None else f"{row['floor_share']:.0%}"
-        cells = [str(row[key]) for key in ("op", "impl", "pass", "launch", "B", "N", "D", "dtype")]
-        shown.add_row(*cells, time, share)
+        lines.setdefault(tuple(row[key] for key in keys), {})[row["launch"]] = row
+    for key, found in lines.items():
+        cells = [_cell(found.get(launch)) for launch in LAUNCHES]
+        best = next((found[x] for x in (GRAPH, SERIES, EAGER) if x in found), {})
+        share = best.get("floor_share")
+        shown.add_row(*map(str, key), *cells, "" if share is None else f"{share:.0%}")
     return shown
+
+
+def _cell(row: sweep.Row | None) -> str:
+    return "" if row is None else row["error"] or f"{row['ms_p50']:.4f}"

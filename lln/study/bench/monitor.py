@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from rich.console import Console
-from torch import nn
 
 from lln.instruments import monitor
 from lln.records import machine
 from lln.study.bench import sweep
+from lln.study.bench.roberta import Setting, seconds_of, training_step
 from lln.study.bench.timing import quantiles
 
 SUBJECT = "monitor"
 DEFAULT_RATE = 100  # of lln.instruments.monitor: every that many steps
 ATTENTIONS = ("softmax", "lln_diag")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A RoBERTa in training."""
-
-    layers: int = 4
-    width: int = 256
-    heads: int = 4
-    batch: int = 8
-    tokens: int = 128
-    vocabulary: int = 1000
-
-    def words(self) -> str:
-        return (
-            f"RoBERTa of {self.layers} layers of {self.width}, {self.heads} heads, "
-            f"{self.batch} x {self.tokens} tokens, AdamW, seed=0, default measures"
-        )
 
 
 def run(
@@ -63,7 +40,7 @@ def measure(attention: str, setting: Setting, *, device: str, steps: int) -> swe
     watched: list[float] = []
     with monitor(step.model, every=2, first_step=0) as seen:
         for number in range(2 * steps + 2):
-            seconds = _seconds(step, device)
+            seconds = seconds_of(step, device)
             if number >= 2:  # the first two warm up
                 (watched if number % 2 == 0 else ordinary).append(seconds)
         assert any("layer" in row for row in seen)
@@ -77,47 +54,3 @@ def measure(attention: str, setting: Setting, *, device: str, steps: int) -> swe
         **machine.facts(device),
         "configuration": f"{setting.words()}; {machine.conditions()}",
     }
-
-
-@dataclass(frozen=True)
-class _Step:
-    model: nn.Module
-    update: Callable[[], None]
-
-
-def training_step(attention: str, setting: Setting, device: str) -> _Step:
-    """A model and one update of it."""
-    from transformers import RobertaConfig, RobertaForMaskedLM
-
-    from lln import hf
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": setting.vocabulary,
-        "hidden_size": setting.width,
-        "num_hidden_layers": setting.layers,
-        "num_attention_heads": setting.heads,
-        "intermediate_size": 4 * setting.width,
-        "max_position_embeddings": setting.tokens + 2,
-    }
-    model: Any = RobertaForMaskedLM(RobertaConfig(**sizes))
-    model.to(device).train()
-    if attention != "softmax":
-        hf.replace(model, attention, quiet=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    ids = torch.randint(5, setting.vocabulary, (setting.batch, setting.tokens), device=device)
-
-    def update() -> None:
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return _Step(model, update)
-
-
-def _seconds(step: _Step, device: str) -> float:
-    started = time.perf_counter()
-    step.update()
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    return time.perf_counter() - started

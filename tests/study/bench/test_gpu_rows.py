@@ -2,56 +2,204 @@
 
 from __future__ import annotations
 
+import functools
+import io
+import sys
+from dataclasses import replace
+from types import ModuleType
+
 import pytest
 import torch
+from rich.console import Console
 
-from lln.study.bench import gpu
-from lln.study.bench.cases import FORWARD, RUNNERS, TRAINING, Case
+from lln.study.bench import cases, decoding, gpu, peers, roberta, shapes, step
+from lln.study.bench.cases import FORWARD, RUNNERS, TRAINING, Case, expected, inputs
+from lln.study.bench.check import CheckFailed, check
 
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_case_has_a_runner_and_ours_a_floor(quick):
-    for timed in gpu.gpu_cases(quick=quick):
+    found = shapes.gpu_cases(quick=quick)
+    assert len(found) == len(set(found))
+    for timed in found:
         assert (timed.case.op, timed.case.impl) in RUNNERS
-        if timed.case.impl == "triton":
-            assert timed.case.op in gpu.FLOORS
+        if timed.case.impl in ("triton", "mixed"):
+            assert timed.case.op in shapes.FLOORS
 
 
 def test_the_shapes_of_the_targets_are_measured():
-    cases = gpu.gpu_cases()
-    ours = {
-        (t.case.op, t.case.N, t.case.D, t.case.dtype, t.case.passes)
+    cases = shapes.gpu_cases()
+    seen = {
+        (t.case.op, t.case.N, t.case.D, t.case.B * t.case.N, t.case.passes, t.launch)
         for t in cases
-        if t.case.impl == "triton" and t.case.B * t.case.N == gpu.TOKENS and t.launch == gpu.SERIES
+        if t.case.impl in ("triton", "mixed") and t.case.dtype == "bfloat16"
     }
-    for op in ("bidirectional", "lln_diag", "causal"):
-        for passes in (FORWARD, TRAINING):
-            for n in (512, 2048, 4096, 16_384, 65_536):
-                assert (op, n, 64, "bfloat16", passes) in ours
-            assert (op, 4096, 128, "bfloat16", passes) in ours
-            assert (op, 4096, 64, "float16", passes) in ours
-    batch_one = {(t.case.N, t.case.impl, t.launch) for t in cases if t.case.B == 1}
-    assert {(512, "cudnn", gpu.GRAPH), (4096, "cudnn", gpu.EAGER)} <= batch_one
+    both = (shapes.EAGER, shapes.GRAPH)
+    wide = ("bidirectional", "lln_diag", "lln_diag_128", "causal", "lln_diag_causal", "recommended")
+    settings = [op for op in shapes.FLOORS if op.startswith(("near_far", "lln_diag_"))]
+    for passes in (FORWARD, TRAINING):
+        for launch in (*both, shapes.SERIES):
+            for op in ("bidirectional", "lln_diag", "causal"):
+                for n in (512, 2048, 4096, 16_384, 65_536):
+                    assert (op, n, 64, shapes.TOKENS, passes, launch) in seen
+        for launch in both:
+            for op in wide:
+                assert (op, 4096, 128, shapes.WIDE_TOKENS, passes, launch) in seen
+            for op in (*settings, "recommended", "measured"):
+                assert (op, 512, 64, shapes.TOKENS, passes, launch) in seen
+            for n in (512, 1024, 2048, 4096):
+                assert ("bidirectional", n, 64, n, passes, launch) in seen
+        for op in ("measured", "bidirectional"):
+            assert (op, 512, 64, shapes.TOKENS, passes, shapes.HOST) in seen
+    rivals = {(t.case.N, t.case.passes, t.launch) for t in cases if t.case.impl == "cudnn"}
+    assert {(512, TRAINING, shapes.EAGER), (4096, TRAINING, shapes.GRAPH)} <= rivals
+
+
+def test_other_libraries_are_measured_where_they_are_installed(monkeypatch):
+    monkeypatch.setattr(peers, "installed", lambda impl: impl == "fla")
+    found = {(t.case.op, t.case.impl) for t in shapes.gpu_cases() if t.case.impl in peers.OPS}
+    assert found == {("causal", "fla")}
+    monkeypatch.undo()
+    names = {impl for impl in peers.OPS if peers.installed(impl)}
+    assert {t.case.impl for t in shapes.gpu_cases() if t.case.impl in peers.OPS} == names
+
+
+def fake_fla(q, k, v, *, normalize, flaw=0.0):
+    """Chunks as the library has them: [B, N, H, D], scaled by 1/√D."""
+    assert not normalize and q.is_contiguous()
+    q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
+    out = (q @ k.transpose(-1, -2)).tril() @ v / q.shape[-1] ** 0.5
+    return (out * (1 + flaw)).transpose(1, 2).to(torch.bfloat16), None
+
+
+@pytest.mark.parametrize("flaw", [0.0, 0.1])
+def test_another_library_is_checked_first_and_left_out_if_it_is_off(flaw, monkeypatch):
+    module = ModuleType("fla.ops.linear_attn")
+    module.fused_chunk_linear_attn = functools.partial(fake_fla, flaw=flaw)
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    case = Case("causal", "fla", 512, passes=TRAINING, dtype="bfloat16")
+    printed = Console(file=io.StringIO(), width=200)
+    left = gpu._agreeing([shapes.Timed(case, shapes.GRAPH)], printed)
+    assert len(left) == (0 if flaw else 1)
+    assert ("fla is left out" in printed.file.getvalue()) == bool(flaw)
+
+
+def test_the_definition_of_flash_bla_is_a_row_stochastic_average():
+    q, k, v = inputs(Case("bidirectional", "flash_bla", 16, H=2, D=8))
+    assert q.min() > 0 and k.min() > 0
+    got = expected(Case("bidirectional", "flash_bla", 16), q, k, torch.ones_like(v))
+    torch.testing.assert_close(got, torch.ones_like(v))
+
+
+@pytest.mark.parametrize("op", ["near_far", "near_far_slots", "near_far_all", "lln_diag_causal"])
+def test_new_ops_agree_with_their_definition_in_plain_pytorch(op, monkeypatch):
+    monkeypatch.setitem(RUNNERS, (op, "eager"), cases._ours(op, "eager"))
+    assert check([Case(op, "eager", 512, passes=TRAINING, D=16)]) == 1
 
 
 def test_floor_share_is_bytes_over_time_and_bandwidth():
     case = Case("lln_diag", "triton", 100, passes=TRAINING, B=2, H=3, D=64, dtype="bfloat16")
     unit = 2 * 3 * 100 * 64 * 2
     at_the_floor = 15 * unit / 1e9 * 1e3  # ms at 1 GB/s
-    assert gpu.floor_share(case, at_the_floor, 1e9) == pytest.approx(1.0)
-    assert gpu.floor_share(case, 2 * at_the_floor, 1e9) == pytest.approx(0.5)
+    assert shapes.floor_share(case, at_the_floor, 1e9) == pytest.approx(1.0)
+    assert shapes.floor_share(case, 2 * at_the_floor, 1e9) == pytest.approx(0.5)
 
 
 def test_ratios_compare_equal_launches_only():
     shape = {"op": "causal", "pass": FORWARD, "B": 1, "N": 8, "D": 64, "dtype": "bfloat16"}
     rows = [
-        {**shape, "impl": "triton", "launch": gpu.GRAPH, "ms_p50": 2.0},
-        {**shape, "impl": "triton", "launch": gpu.SERIES, "ms_p50": 1.0},
-        {**shape, "impl": "cudnn", "launch": gpu.GRAPH, "ms_p50": 10.0},
-        {**shape, "impl": "eager", "launch": gpu.EAGER, "ms_p50": 40.0},
+        {**shape, "impl": "triton", "launch": shapes.GRAPH, "ms_p50": 2.0},
+        {**shape, "impl": "triton", "launch": shapes.SERIES, "ms_p50": 1.0},
+        {**shape, "impl": "cudnn", "launch": shapes.GRAPH, "ms_p50": 10.0},
+        {**shape, "impl": "eager", "launch": shapes.EAGER, "ms_p50": 40.0},
     ]
     found = {row["against"]: row["times_faster"] for row in gpu.ratios(rows)}
     assert found == {"cudnn": 5.0, "eager": 20.0}
+
+
+def test_the_floor_of_slots_counts_their_width():
+    fwd, both = shapes.FLOORS["near_far_slots"]
+    narrow = shapes.FLOORS["near_far"]  # whose far keys share q and k with the near ones
+    assert fwd == 5 + 2 * 2 > narrow[0] and both == fwd + 8 + 5 * 2 > narrow[1]
+    assert shapes.FLOORS["recommended"] == (10, 23)
+
+
+def row(op="bidirectional", impl="triton", launch=shapes.GRAPH, ms=1.0, passes=FORWARD, **other):
+    shape = {"B": 1, "N": 8, "D": 64, "dtype": "bfloat16", "floor_share": None, "error": ""}
+    return {
+        "op": op,
+        "impl": impl,
+        "pass": passes,
+        "launch": launch,
+        "ms_p50": ms,
+        **shape,
+        **other,
+    }
+
+
+def test_settings_are_compared_with_softmax_and_steps_with_steps():
+    rows = [
+        row(ms=1.0), row("recommended", ms=2.0), row(impl="cudnn", ms=8.0),
+        row("lln_diag_causal", ms=2.0), row("causal", "cudnn", ms=6.0),
+        row("roberta_step", "recommended", shapes.EAGER, 10.0),
+        row("roberta_step", "sdpa", shapes.EAGER, 12.0),
+        row("decode", ms=0.5), row("decode", "sdpa", ms=2.0), row("convolution", ms=1.0),
+    ]  # fmt: skip
+    found = {(r["op"], r["against"]): r["times_faster"] for r in gpu.ratios(rows)}
+    assert found == {
+        ("bidirectional", "cudnn"): 8.0, ("recommended", "cudnn"): 4.0,
+        ("lln_diag_causal", "cudnn"): 3.0, ("roberta_step", "sdpa"): 1.2, ("decode", "sdpa"): 4.0,
+    }  # fmt: skip
+
+
+def test_measuring_is_compared_with_given_scales_at_equal_launches():
+    rows = [row(launch=shapes.HOST, ms=0.25), row("measured", launch=shapes.HOST, ms=0.3)]
+    rows += [row("measured", ms=0.4), row(ms=0.3), row("measured", ms=0.4, N=16)]
+    found = {(r["launch"], r["N"]): r["added_ms"] for r in gpu.added_by_measuring(rows)}
+    assert found == {(shapes.HOST, 8): 0.05, (shapes.GRAPH, 8): 0.1}
+
+
+def test_the_table_has_a_line_per_case_and_a_column_per_launch():
+    rows = [
+        row(launch=shapes.EAGER, ms=1.25, floor_share=0.2), row(ms=0.25, floor_share=0.8),
+        row(passes=TRAINING, ms=None, error="out of memory"),
+    ]  # fmt: skip
+    shown = gpu.table(rows)
+    assert shown.row_count == 2
+    cells = {column.header: list(column.cells) for column in shown.columns}
+    assert cells["eager"] == ["1.2500", ""] and cells["graph"] == ["0.2500", "out of memory"]
+    assert cells["of floor"] == ["80%", ""]
+
+
+def fake_timer(run):
+    run()
+    return [1.0, 2.0, 3.0]
+
+
+def test_a_step_of_decoding_is_checked_and_its_bytes_are_counted():
+    ours = Case("decode", "triton", N=40, B=2, H=3, D=16)
+    theirs = replace(ours, impl="sdpa")
+    found = list(decoding.rows([ours, theirs], {"eager": fake_timer}, 1e6))
+    assert [r["impl"] for r in found] == ["triton", "sdpa"]
+    state, cache = 2 * 4 * 2 * 3 * (16 + 16 * 16), 4 * 2 * 2 * 3 * 41 * 16
+    assert [r["floor_share"] for r in found] == [round(n / 2e3, 4) for n in (state, cache)]
+    cases_ = decoding.decode_cases()
+    assert {(c.B, c.N) for c in cases_} == {(b, n) for b in (1, 64) for n in (2048, 8192, 65_536)}
+
+
+def test_a_wrong_step_of_decoding_is_not_measured(monkeypatch):
+    monkeypatch.setattr(decoding, "prefill", lambda q, *rest, **scales: (2 * q, None))
+    with pytest.raises(CheckFailed, match="decode triton"):
+        list(decoding.rows([Case("decode", "triton", N=40, D=16)], {"eager": fake_timer}, 1e6))
+
+
+def test_steps_of_training_give_rows_for_both():
+    small = roberta.Setting(layers=1, width=16, heads=2, vocabulary=50)
+    found = list(step.rows(base=small, tokens=64, lengths=(16,), device="cpu", steps=1))
+    assert [(r["impl"], r["B"], r["N"]) for r in found] == [("sdpa", 4, 16), ("recommended", 4, 16)]
+    assert not any(r["error"] for r in found) and all(r["ms_p50"] > 0 for r in found)
 
 
 @pytest.mark.gpu
@@ -67,4 +215,4 @@ def test_a_series_of_calls_runs_them_all():
 @pytest.mark.slow
 def test_compiling_ahead_survives_what_cannot_run():
     """Without a GPU no case can run; with one the cache is filled. Neither raises."""
-    gpu.compile_ahead([timed.case for timed in gpu.gpu_cases(quick=True)][:4], processes=2)
+    gpu.compile_ahead([timed.case for timed in shapes.gpu_cases(quick=True)][:4], processes=2)

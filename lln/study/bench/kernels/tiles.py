@@ -27,7 +27,8 @@ from lln.records import machine
 from lln.study.bench import sweep
 from lln.study.bench.cases import FORWARD, TRAINING, Case, call, inputs
 from lln.study.bench.check import check
-from lln.study.bench.gpu import MOST_PROCESSES, SERIES, TOKENS, in_processes, time_launch
+from lln.study.bench.gpu import MOST_PROCESSES, in_processes, time_launch
+from lln.study.bench.shapes import SERIES, TOKENS
 
 # The op and the passes in which each kernel takes part.
 USED_BY = {
@@ -44,12 +45,19 @@ USED_BY = {
     "causal_dkdv": ("causal", TRAINING),
     "statistics": ("measured", FORWARD),
     "convolution": ("convolution", TRAINING),
+    "near": ("near_far", FORWARD),
+    "near_dq": ("near_far", TRAINING),
+    "near_dkdv": ("near_far", TRAINING),
+    "far_read": ("near_far", FORWARD),
+    "far_read_backward": ("near_far", TRAINING),
+    "far_keys": ("near_far", TRAINING),
 }
-# Without a case of the benchmark yet: near and far keys under one normaliser.
-UNTRIED = ("far_read", "far_read_backward", "far_keys", "near", "near_dq", "near_dkdv")
 DIAGONAL = ("diag", "diag_backward", "diag_128", "diag_backward_128")
 FIXED_ROWS = (*DIAGONAL, "causal", "causal_dq", "causal_dkdv")  # by their blocks
 ANY_VALUES = ("summarize", "read", "read_backward", "summarize_backward")
+NEAR = ("near", "near_dq", "near_dkdv")
+JOINT = (*NEAR, "far_read", "far_read_backward", "far_keys")
+NO_CONVERSION = ("statistics", "convolution", *NEAR)
 ONE_WIDTH = {"diag_128": 64, "diag_backward_128": 64}  # blocks of 128 need narrow heads
 WIDTHS = (64, 128)
 LENGTH, HEADS = 4096, 12
@@ -93,7 +101,9 @@ def trials(kernel: str, width: int) -> list[Trial]:
         raise ValueError(f"kernel={kernel!r} is unknown; choose from {', '.join(USED_BY)}")
     now = current(kernel, width)
     rows = (now.rows,) if kernel in FIXED_ROWS else sorted({64, now.rows})
-    through = (now.through,) if kernel in ("statistics", "convolution") else (True, False)
+    if kernel in JOINT:
+        rows = (32, 64)
+    through = (now.through,) if kernel in NO_CONVERSION else (True, False)
     values = (None, 64) if kernel in ANY_VALUES and width > 64 else (None,)
     others = [
         Tile(r, w, s, max(1, round(now.programs * now.warps / w)), t, values=e)
