@@ -27,7 +27,10 @@ LIBRARY: dict[str, set[str]] = {
     "nn": {"functional", "distributed", "ops", "moments", "protocols"},
     "baselines": {"functional", "ops", "moments", "protocols"},
     "zoo": {"nn", "baselines", "mechanisms"},
-    "hf": {"zoo", "mechanisms", "nn", "functional", "moments", "ops", "instruments", "protocols"},
+    "hf": {
+        *("device", "zoo", "mechanisms", "nn", "functional", "moments", "ops", "instruments"),
+        "protocols",
+    },
     "onnx": {"hf", "functional", "nn", "ops", "protocols"},
 }
 # Tables, plots and pages never import what is being judged: they are made from rows.

@@ -1,4 +1,4 @@
-"""LLN and the zoo in Hugging Face models: register, replace, calibrate, transfer, load."""
+"""LLN and the zoo in Hugging Face models: register, replace, calibrate, transfer, load, serve."""
 
 try:
     import transformers  # noqa: F401
@@ -16,11 +16,15 @@ from lln.hf.register import register
 from lln.hf.replace import Replacement, replace
 from lln.hf.saving import load
 from lln.hf.sentences import load_sentence_transformer
+from lln.hf.serving.engine import Engine
+from lln.hf.serving.stream import Stream
 
 __all__ = [
     "Conversion",
+    "Engine",
     "Replacement",
     "StateLayer",
+    "Stream",
     "calibrate",
     "convert",
     "load",

@@ -89,9 +89,7 @@ class StateLayer(CacheLayerMixin):
         if self.state is None:
             key_states, value_states = self._keep(key_states, value_states)
         self._unread = True
-        announced = key_states.view(key_states.shape)  # what is kept here carries no mark
-        announced._lln_layer = self  # pyright: ignore[reportAttributeAccessIssue]
-        return announced, value_states
+        return mark(key_states, self), value_states
 
     def _keep(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values so far, as a plain cache has them."""
@@ -361,7 +359,14 @@ class _Step:
         return _Step(queries, q_far, k, v, k_far, mask, alpha, beta, normalize)
 
 
-def state_layer(keys: Tensor) -> StateLayer | None:
+def mark(keys: Tensor, layer: CacheLayerMixin) -> Tensor:
+    """The same keys, which tell the attention that gets them where they come from."""
+    announced = keys.view(keys.shape)  # what is kept by the layer carries no mark
+    announced._lln_layer = layer  # pyright: ignore[reportAttributeAccessIssue]
+    return announced
+
+
+def state_layer(keys: Tensor) -> Any:
     """The cache layer that handed on these keys, if it may keep a state of those before."""
     return getattr(keys, "_lln_layer", None)
 

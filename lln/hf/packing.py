@@ -85,6 +85,8 @@ def from_positions(positions: Int[Tensor, "B N"], *, is_causal: bool) -> Int[Ten
     Positions rise by one inside a sequence, and fall where the next begins, in encoders to the
     first position of the row. Others mean something else: nothing is said about them here.
     """
+    if positions.shape[1] < 2:
+        return None  # without a look: a step of decoding must not wait for the device
     steps = positions.diff(dim=1)
     begins = steps != 1
     falls = steps < 1

@@ -27,6 +27,7 @@ from lln.hf.one_by_one import one_by_one
 from lln.hf.packing import LENGTHS, from_lengths, from_positions
 from lln.hf.positions import RELATIVE, check_positions, is_rotary
 from lln.hf.rotation import HANDED_ON, Rotation, rotation_of
+from lln.hf.serving.seat_layer import SeatLayer
 from lln.hf.softmax import pair_mask, softmax_attention
 
 MIXED = "lln_mixed"  # models in which some layers keep softmax attention
@@ -107,6 +108,9 @@ def attention_forward(
         options = {"dropout": dropout, "scaling": scaling, **others}
         return one_by_one(attend, core, (query, key, value), *found, options), None
     if core is None:
+        seats = state_layer(key)
+        if isinstance(seats, SeatLayer):
+            attention_mask = seats.visible()
         _state_of(module, None, key)
         _refuse(type(module).__name__, others, LEFT_OUT_BY_SDPA)
         return _softmax(
@@ -272,7 +276,9 @@ def _measure(
     return softmax_attention(q, k, v, **options, scale=q.shape[-1] ** -0.5)
 
 
-def _state_of(module: nn.Module, core: nn.Module | None, key: Tensor) -> StateLayer | None:
+def _state_of(
+    module: nn.Module, core: nn.Module | None, key: Tensor
+) -> StateLayer | SeatLayer | None:
     """The cache layer these keys come from, for a core that decodes from its state."""
     layer = state_layer(key)
     calibration = calibration_of(core)

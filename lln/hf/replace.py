@@ -241,18 +241,18 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def _without_windows(places: dict[str, nn.Module]) -> list[int]:
     """Numbers of the layers that see the whole input."""
-    found = [number for number, module in enumerate(places.values()) if not _window(module)]
+    found = [number for number, module in enumerate(places.values()) if not window_of(module)]
     if not found:
         module = next(iter(places.values()))
         raise ValueError(
             f'layers="global": all {len(places)} attention layers have a window, '
-            f"{_window(module)!r}; set config.sliding_window = None before the model is made if "
+            f"{window_of(module)!r}; set config.sliding_window = None before the model is made if "
             "they are to see the whole input"
         )
     return found
 
 
-def _window(module: Any) -> Any:
+def window_of(module: Any) -> Any:
     """What a layer says of its window, in the words of its model; None without one."""
     kinds, index = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
     if kinds is not None and index is not None:

@@ -34,3 +34,11 @@ def test_convert(capsys):
     assert list(losses) == ["softmax", "replaced", "transferred", "fine-tuned"]
     assert all(loss < 4 for loss in losses.values())  # chance is ln 26 = 3.26
     assert capsys.readouterr().out.count("error of the output") == 2
+
+
+@pytest.mark.slow
+def test_serve(capsys):
+    rows = run("serve.py", seats=2, lengths=(8, 16), steps=2)
+    assert [row[0] for row in rows] == [8, 16] and all(min(row[1:]) > 0 for row in rows)
+    said = capsys.readouterr().out
+    assert said.count("length: ") == 4 and "2 seats, 6.1 MiB for streams of any length" in said
