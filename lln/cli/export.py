@@ -26,6 +26,13 @@ def export(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Option of the attention; repeat."),
     ] = None,
+    decoder: Annotated[
+        bool,
+        typer.Option("--decoder", help="One step of decoding: token and state in, both out."),
+    ] = False,
+    results: Annotated[
+        Path | None, typer.Option(help="Folder for the rows of the check, as a result.")
+    ] = None,
     check: Annotated[
         bool, typer.Option(help="Compare with torch, and time beside softmax, in onnxruntime.")
     ] = True,
@@ -34,13 +41,18 @@ def export(
 
     Takes a folder that `lln convert` or `save_pretrained` after `lln.hf.replace` wrote, or with
     --attention any model. At the end the graph runs in onnxruntime at lengths that were not traced,
-    beside torch and beside the softmax model; exits with 1 if it differs from torch.
+    beside torch and beside the softmax model; exits with 1 if it differs from torch. With --decoder
+    the graph is one step of a causal model, checked beside `generate`.
     """
     with plain_errors("lln export"):
         let_waiting_threads_sleep()
         from lln.onnx import models
 
         ours, softmax = models.load(model, attention, mechanism_options(option, "--set"))
+        if decoder:
+            if length is not None or results is not None:
+                raise ValueError("--length and --results are of whole sequences; leave them out")
+            return _decoder(model, ours, out, check)
         typer.echo(f"exporting {model} for any batch and up to {models.most(ours):,} tokens")
         models.export_model(ours, out)
         typer.echo(f"wrote {out}, {out.stat().st_size / 1e6:.1f} MB")
@@ -50,10 +62,49 @@ def export(
         lengths = tuple(sorted({max(2, longest // 4 + 1), longest // 2 + 1, longest}))
         rows = list(models.check(ours, out, lengths, softmax, typer.echo))
         _show(rows)
+        if results is not None:
+            typer.echo(f"wrote {_save(rows, results, models.configuration(ours))}")
         worst = max(row.difference for row in rows)
         if not worst <= models.ALLOWED:
             typer.echo(f"the graph differs from torch by {worst:.1e} of its outputs", err=True)
             raise typer.Exit(1)
+
+
+def _decoder(folder: Path, ours: Any, out: Path, check: bool) -> None:
+    """Write the graph of one step, and compare a stream with ``generate``."""
+    from lln.onnx import decoders, models
+
+    step = decoders.DecoderStep(ours.model)
+    typer.echo(f"exporting a step of {folder} for any batch, {len(step.names)} tensors of state")
+    decoders.export_decoder(step, out)
+    typer.echo(f"wrote {out}, {out.stat().st_size / 1e6:.1f} MB")
+    if not check:
+        return
+    found = decoders.check_decoder(step, out)
+    typer.echo(
+        f"{found.tokens} tokens after a prompt of {found.prompt}: largest difference from generate "
+        f"{found.difference:.1e}, {'the same' if found.same else 'other'} tokens, "
+        f"{found.ms:.1f} ms a step of one stream"
+    )
+    if not found.difference <= models.ALLOWED:
+        typer.echo(f"the graph differs from torch by {found.difference:.1e}", err=True)
+        raise typer.Exit(1)
+
+
+def _save(rows: list[Any], folder: Path, configuration: str) -> Path:
+    """Keep the rows of a check as a result."""
+    import dataclasses
+
+    from lln.records import machine
+    from lln.study.bench import sweep
+
+    facts = {
+        **machine.facts(),
+        "onnxruntime": machine.version("onnxruntime"),
+        "configuration": f"{configuration}; {machine.conditions()}",
+    }
+    lines = [{**dataclasses.asdict(row), **facts} for row in rows]
+    return sweep.save_json({"rows": lines}, folder, subject="onnx")
 
 
 def _show(rows: list[Any]) -> None:

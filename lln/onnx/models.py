@@ -119,25 +119,39 @@ def check(
     say: Callable[[str], None] = print,
 ) -> Iterator[Row]:
     """Run the graph beside torch at each length, and the graph of ``softmax`` for the time."""
-    ours, other = _session(file), None
+    ours, other = session_of(file), None
     with tempfile.TemporaryDirectory() as folder:
         if softmax is not None:
             say("exporting the softmax model for its time")
             other_file = Path(folder) / "softmax.onnx"
             export_model(softmax, other_file)
-            other = _session(other_file)
+            other = session_of(other_file)
         for tokens in lengths:
             given = inputs(model, 2, tokens)
             with torch.no_grad():
                 expected = model(*given)
             valid = given[1].bool()
-            got, ms = _timed(ours, given)
+            got, (ms, *softmax_ms) = _timed([x for x in (ours, other) if x is not None], given)
             error = (got - expected)[valid].abs().max() / expected[valid].abs().max()
-            softmax_ms = None if other is None else _timed(other, given)[1]
-            yield Row(tokens, error.item(), ms, softmax_ms)
+            yield Row(tokens, error.item(), ms, softmax_ms[0] if softmax_ms else None)
 
 
-def _session(file: str | Path) -> Any:
+def configuration(model: TextModel) -> str:
+    """What a row has to say of a model: its sizes and its attention."""
+    config: Any = model.model.config
+    sizes = (config.model_type, config.num_hidden_layers, config.hidden_size)
+    attention = "; ".join(
+        " ".join([done["attention"], *(f"{name}={x}" for name, x in done["options"].items())])
+        for done in getattr(config, "lln", None) or ()
+    )
+    words = "{} of {} layers, width {}, {} heads, {}".format(
+        *sizes, config.num_attention_heads, attention or "softmax"
+    )
+    return f"{words}; batch of 2, padded; runs take turns, median of {RUNS}"
+
+
+def session_of(file: str | Path) -> Any:
+    """The graph in onnxruntime, with as many threads as torch has."""
     try:
         import onnxruntime
     except ImportError as error:
@@ -151,16 +165,20 @@ def _session(file: str | Path) -> Any:
     return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
 
 
-def _timed(session: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, float]:
-    """The output, and the median milliseconds of a pass."""
-    names = [entry.name for entry in session.get_inputs()]
-    feed = {name: x.numpy() for name, x in zip(names, given, strict=True)}
-    out, times = session.run(None, feed)[0], []
+def _timed(sessions: list[Any], given: tuple[Tensor, ...]) -> tuple[Tensor, list[float]]:
+    """The output of the first, and the median milliseconds of a pass of each; they take turns.
+
+    What else the machine does then slows both.
+    """
+    feed = {entry.name: x.numpy() for entry, x in zip(sessions[0].get_inputs(), given, strict=True)}
+    out, *_ = [session.run(None, feed)[0] for session in sessions]
+    times: list[list[float]] = [[] for _ in sessions]
     for _ in range(RUNS):
-        start = time.perf_counter()
-        session.run(None, feed)
-        times.append(time.perf_counter() - start)
-    return torch.from_numpy(out), 1e3 * statistics.median(times)
+        for session, own in zip(sessions, times, strict=True):
+            start = time.perf_counter()
+            session.run(None, feed)
+            own.append(time.perf_counter() - start)
+    return torch.from_numpy(out), [1e3 * statistics.median(own) for own in times]
 
 
 class _silent:

@@ -224,6 +224,14 @@ class SeatLayer(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length  # its name in transformers 5.17
 
+    def among(self, tensors: dict[str, Tensor], position: Int[Tensor, " B"]) -> SeatLayer:
+        """The same layer with other seats."""
+        other = SeatLayer(None, tensors, position)
+        other.core = self.core
+        if self.core is not None:
+            other.constants = self.constants
+        return other
+
     def copy_(self, seat: int, stream: dict[str, Tensor]) -> None:
         """Put the memory of one stream, tensors of one row, into a seat."""
         for name, own in self.tensors.items():
