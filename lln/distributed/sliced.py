@@ -16,6 +16,7 @@ from lln.ops.arguments import (
     as_level,
     as_scale,
     autocast,
+    check_features,
     check_mask,
     check_pair,
     check_positive_int,
@@ -60,6 +61,8 @@ def attention(
     mix: str | float | Tensor = "average",
     gamma: float | Tensor | None = None,
     far: str | None = None,
+    q_features: Float[Tensor, "B H N S"] | None = None,
+    k_features: Float[Tensor, "B Hkv M S"] | None = None,
     method: str | MomentFit = "paper",
     normalize_keys: bool = False,
     impl: str | None = None,
@@ -102,10 +105,13 @@ def attention(
         >>> out = lln.distributed.attention(q, k, v, group=None, diag_block=64)
     """
     q, k, v = autocast(q, k, v)
+    if q_features is not None and k_features is not None:
+        q_features, k_features = autocast(q_features, k_features)
     check_qkv(q, k, v)
     check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k)
     check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q)
     check_pair(alpha, beta, is_causal)
+    check_features(q, k, q_features, k_features, alpha)
     near = read_local(
         head_dim=q.shape[-1], diag_block=diag_block, diag_overlap=diag_overlap, sinks=sinks,
         scale=scale, mix=mix, gamma=gamma, far=far,
@@ -129,14 +135,17 @@ def attention(
         "key_mask": key_mask,
         "normalize_keys": normalize_keys,
     }
+    seen = (q, k) if q_features is None or k_features is None else (q_features, k_features)
     if near is None:
-        return _linear(q, k, v, group, is_causal, impl, **options)
+        return _linear(*seen, v, group, is_causal, impl, **options)
     if level is not None:
         reach = Reach(q, k, v, near, group, key_mask, is_causal)
         local = attend_near(reach, near, is_causal)
-        linear = attend_far(q, k, v, reach, near, group, is_causal, **options)
+        if q_features is not None:
+            reach = Reach(*seen, v, near, group, key_mask, is_causal)
+        linear = attend_far(*seen, v, reach, near, group, is_causal, **options)
         return combine(local, linear, level).to(q.dtype)
-    linear = _linear(q, k, v, group, is_causal, impl, **options)
+    linear = _linear(*seen, v, group, is_causal, impl, **options)
     if near.overlap:
         reach = Reach(q, k, v, near, group, key_mask, is_causal)
         local, _ = attend_near(reach, near, is_causal)

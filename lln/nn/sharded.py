@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lln import functional
-from lln.nn.statistics import SampleStatistics
+from lln.nn.statistics import RunningStatistics, SampleStatistics
 from lln.ops.arguments import hide
 from lln.ops.convolution import convolve_tokens
 
@@ -40,8 +40,13 @@ def attend(
         "method": matching.method,
         "impl": module.impl,
     }
-    if not isinstance(module.statistics, SampleStatistics):
+    if isinstance(module.statistics, RunningStatistics) and module.training:
+        ordered = is_causal or module.causal_queries
+        options["alpha"], options["beta"] = _running(module, q, k, key_mask, query_mask, ordered)
+    elif not isinstance(module.statistics, SampleStatistics):
         options["alpha"], options["beta"] = module.scales()
+    if module.features is not None:
+        options["q_features"], options["k_features"] = _features(module, q, k)
     if local is not None:
         window = {"diag_overlap": local.overlap, "sinks": local.sinks, "scale": local.scale}
         options |= {"diag_block": local.block, **window}
@@ -55,11 +60,44 @@ def attend(
     return out if module.conv_weight is None else out + _convolution(module, q, k, v, **options)
 
 
+def _running(
+    module: LLNAttention, q: Tensor, k: Tensor, key_mask, query_mask, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Measure the whole batch, and let the averages of every process move alike."""
+    from lln.distributed.scales import whole_variances
+
+    assert isinstance(module.statistics, RunningStatistics)
+    masks = {"key_mask": key_mask, "query_mask": query_mask}
+    batch = whole_variances(q, k, **masks, impl=module.statistics.matching.impl)
+    return module._learned(*module.statistics.follow(batch, is_causal))
+
+
+def _features(module: LLNAttention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """What LLN sees of queries and keys: each process maps those of its own heads."""
+    from lln.distributed.layout import HEADS, QKV, WIDTH, Layout
+
+    features, layout = module.features, Layout.of(q, k, k)
+    assert features is not None
+
+    def part(weight: Tensor | None) -> Tensor | None:
+        """Of maps ``[H, D, S]`` and biases ``[H, S]``; one map for all heads is whole."""
+        shared = weight is None or "map" in features._buffers
+        return weight if shared else layout.local(weight, (HEADS, WIDTH, WIDTH)[: weight.dim()])
+
+    found = []
+    maps = features._maps() or (None, None)
+    biases = features.bias, features.k_bias
+    for x, weight, bias in zip((q, k), maps, biases, strict=True):
+        own = features._of(layout.local(x, QKV), part(weight), part(bias))
+        found.append(layout.whole(own, (*x.shape[:3], module.slots)))
+    return found[0], found[1]
+
+
 def _convolution(
     module: LLNAttention, q: Tensor, k: Tensor, v: Tensor, *, key_mask, is_causal, **_: Any
 ) -> Tensor:
     """Return what ``conv`` adds."""
-    from lln.distributed.sharded import HEADS, MASK, QKV, WIDTH, Layout
+    from lln.distributed.layout import HEADS, MASK, QKV, WIDTH, Layout
 
     assert module.conv_weight is not None
     layout = Layout.of(q, k, v)
@@ -80,13 +118,18 @@ def _convolution(
 def _check_possible(module: LLNAttention, dropout: float) -> None:
     """Refuse what would need numbers of other processes."""
     measured = isinstance(module.statistics, SampleStatistics)
+    running = isinstance(module.statistics, RunningStatistics) and module.training
     matching = module.statistics.matching
     offset = 0 if module.level is None else module.level.offset
     refused = {
         "dropout": module.training and dropout > 0,
         "diag_dropout": module.training and module.diag_dropout > 0,
-        "statistics='running' while training": not measured and module.statistics.measures,
-        "feature_map": module.features is not None,
+        "mix='joint' with statistics='running' while training": running
+        and module.level is not None,
+        "target='measured' with statistics='running' while training": running
+        and matching.target != "product",
+        "feature_map with statistics='sample'": measured and module.features is not None,
+        "before_rotation": getattr(module.features, "before_rotation", False),
         "center_keys": module.center is not None,
         "target='measured' with statistics='sample'": measured and matching.target != "product",
         "sharpness with statistics='sample'": measured and matching.sharpness != 1,

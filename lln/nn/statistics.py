@@ -267,11 +267,17 @@ class RunningStatistics(Statistics):
             alpha, beta = self.stored()
             return alpha[None], beta[None]
         batch = self.matching.pooled_variances(q, k, key_mask=key_mask, query_mask=query_mask)
+        alpha, beta = self.follow(batch, is_causal)
+        return alpha[None], beta[None]
+
+    def follow(
+        self, batch: Float[Tensor, "R Hkv"], is_causal: bool
+    ) -> tuple[Float[Tensor, " H"], Float[Tensor, " Hkv"]]:
+        """α and β of a batch in training with these variances; moves the averages."""
         source = averages.follow(
             batch, self.variances, self.batches, self._runs, self.momentum, is_causal
         )
-        alpha, beta = self.matching.scales(source)
-        return alpha[None], beta[None]
+        return self.matching.scales(source)
 
     def stored(self):
         return self.matching.scales(self.variances)

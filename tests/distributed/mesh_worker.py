@@ -162,6 +162,32 @@ MODULES: dict[str, tuple[tuple[Any, Any], dict[str, Any]]] = {
         },
     ),
     "running": ((B, N), {"statistics": "running", "diag_block": 4, "mix": "learned"}),
+    "learned map": (
+        (B, H),
+        {"statistics": "running", "feature_map": "learned", "slots": 12, "num_kv_heads": 2},
+    ),
+    "learned map, tokens": (
+        (H, N),
+        {
+            "statistics": "running",
+            "feature_map": "learned",
+            "slots": 12,
+            "causal": True,
+            "diag_block": 4,
+            "diag_overlap": 2,
+            "mix": "joint",
+        },
+    ),
+    "signs, tokens": (
+        (N, H),
+        {"statistics": "running", "feature_map": "signs", "diag_block": 4, "method": "entropy"},
+    ),
+    "t2r": ((H, B), {"feature_map": "t2r", "statistics": "fixed", "diag_block": 4}),
+}
+TRAINED: dict[str, tuple[tuple[Any, Any], dict[str, Any]]] = {
+    "batch and heads": ((B, H), {"diag_block": 4}),
+    "batch and tokens, grouped": ((B, N), {"num_kv_heads": 2, "learn_scale": True}),
+    "tokens and heads, causal": ((N, H), {"causal": True, "feature_map": "signs"}),
 }
 
 
@@ -177,7 +203,8 @@ def module_error(name: str, mesh: DeviceMesh) -> float:
     for parameter in core.parameters():
         nn.init.normal_(parameter)
     if options.get("statistics") == "running":
-        core.calibrate_(*torch.randn(2, 2, 4, 16, 8, dtype=torch.float64)).eval()
+        told = [torch.randn(2, n, 16, 8, dtype=torch.float64) for n in (4, core.num_kv_heads)]
+        core.calibrate_(*told).eval()
     other = copy.deepcopy(core)
     heads = 4, core.num_kv_heads, core.num_kv_heads
     inputs = [torch.randn(2, each, 16, 8, dtype=torch.float64) for each in heads]
@@ -194,6 +221,28 @@ def module_error(name: str, mesh: DeviceMesh) -> float:
     got = run(other, split, distribute_tensor(d_out, mesh, placements))
     exact = run(core, inputs, d_out)
     return difference(got | gradients(other), exact | gradients(core))
+
+
+def training_error(name: str, mesh: DeviceMesh) -> float:
+    """Three batches with running statistics: outputs, gradients, and what is stored after."""
+    placements, options = TRAINED[name]
+    torch.manual_seed(4)
+    core = lln.nn.LLNAttention(4, 8, **options, statistics="running", dtype=torch.float64)
+    other, errors = copy.deepcopy(core), []
+    valid = torch.arange(16) < torch.tensor([[16], [11], [7]])
+    for size in (1.0, 1.7, 0.6):
+        heads = 4, core.num_kv_heads, core.num_kv_heads
+        inputs = [size * torch.randn(3, each, 16, 8, dtype=torch.float64) for each in heads]
+        whole_run = [x.clone().requires_grad_() for x in inputs]
+        split = [distribute_tensor(x, mesh, placements).requires_grad_() for x in inputs]
+        outs = core(*whole_run, valid, valid), other(*split, valid, valid)
+        for out in outs:
+            out.square().sum().backward()
+        got = {"out": outs[1].detach(), **{str(i): x.grad for i, x in enumerate(split)}}
+        exact = {"out": outs[0].detach(), **{str(i): x.grad for i, x in enumerate(whole_run)}}
+        errors.append(difference(got | gradients(other), exact | gradients(core)))  # type: ignore
+    errors.append(difference(dict(other.state_dict()), dict(core.state_dict())))
+    return max(errors)
 
 
 class Own(nn.Module):
@@ -278,7 +327,10 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         "blocks": lambda: lln.attention(tokens, tokens, tokens, diag_block=16),
         "scale": lambda: lln.attention(split, split, split, alpha=x, beta=x),
         "dropout": lambda: lln.nn.LLNAttention(4, 8, dropout=0.1)(split, split, split),
-        "running": lambda: lln.nn.LLNAttention(4, 8, statistics="running")(split, split, split),
+        "running": lambda: lln.nn.LLNAttention(
+            4, 8, statistics="running", diag_block=4, mix="joint"
+        )(split, split, split),
+        "map": lambda: lln.nn.LLNAttention(4, 8, feature_map="signs")(split, split, split),
         "conv": lambda: lln.nn.LLNAttention(4, 8, conv=3)(tokens, tokens, tokens),
         "weights": lambda: parallel(mesh)(*[x[:, 0]] * 3),
         "linear": lambda: lln.distributed.HeadParallel()._apply(nn.Linear(2, 2), mesh["inner"]),
@@ -306,6 +358,7 @@ def main(rank: int, store: str, out: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     result = {
         "errors": {case.name: compare(case, mesh) for case in CASES},
+        "trained": {name: training_error(name, mesh) for name in TRAINED},
         "modules": {name: module_error(name, mesh) for name in MODULES},
         "tensor parallel": {name: tensor_parallel(name, mesh) for name in TENSOR_PARALLEL},
         "frozen": frozen(mesh),

@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROCESSES = 4
 
 
-def run(module: str, out: Path) -> list[dict[str, Any]]:
-    """What each of 4 processes of ``python -m module RANK STORE OUT`` wrote to OUT/RANK.json."""
+def run(module: str, out: Path, processes: int = PROCESSES) -> list[dict[str, Any]]:
+    """What each of the processes of ``python -m module RANK STORE OUT`` wrote to OUT/RANK.json."""
     children = [
         subprocess.Popen(
             [sys.executable, "-m", module, str(rank), str(out / "store"), str(out)],
@@ -23,13 +23,13 @@ def run(module: str, out: Path) -> list[dict[str, Any]]:
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(PROCESSES)
+        for rank in range(processes)
     ]
     try:
-        said = [child.communicate(timeout=120)[1] for child in children]
+        said = [child.communicate(timeout=180)[1] for child in children]
     finally:
         for child in children:
             child.kill()
     for rank, child in enumerate(children):
         assert child.returncode == 0, f"process {rank} failed:\n{said[rank][-3000:]}"
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(processes)]

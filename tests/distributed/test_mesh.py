@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.mesh_worker import CASES, MODULES, TENSOR_PARALLEL
+from tests.distributed.mesh_worker import CASES, MODULES, TENSOR_PARALLEL, TRAINED
 from tests.distributed.processes import run
 
 ROUNDING = 1e-12  # of sums in float64, in another order
@@ -29,6 +29,13 @@ def test_modules_have_the_gradients_of_one_process(results, name):
         assert result["modules"][name] < ROUNDING
 
 
+@pytest.mark.parametrize("name", TRAINED)
+def test_running_statistics_are_those_of_the_whole_batch(results, name):
+    """They are kept in float32."""
+    for result in results:
+        assert result["trained"][name] < 1e-6
+
+
 @pytest.mark.parametrize("name", TENSOR_PARALLEL)
 def test_layers_are_parallelized_by_torch(results, name):
     for result in results:
@@ -48,7 +55,8 @@ REFUSALS = {
     "blocks": "16 tokens are split into [8, 8]; with diag_block=16",
     "scale": "alpha has shape [2, 4, 16, 8]; pass a number",
     "dropout": "dropout is refused for DTensors",
-    "running": "statistics='running' while training is refused for DTensors",
+    "running": "mix='joint' with statistics='running' while training is refused for DTensors",
+    "map": "feature_map with statistics='sample' is refused for DTensors",
     "conv": "conv=3 looks at neighbours of a token",
     "weights": "leave them out, with need_weights=False",
     "linear": "HeadParallel is for lln.nn.LLNMultiheadAttention, not Linear",
