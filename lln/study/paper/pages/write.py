@@ -14,7 +14,7 @@ from pathlib import Path
 from lln.records.files import write_text
 from lln.study.paper.figures import from_curves as training_figures
 from lln.study.paper.figures import from_results as run_figures
-from lln.study.paper.pages import conversion, near_far, onnx, questions
+from lln.study.paper.pages import conversion, near_far, onnx, parallel, questions
 from lln.study.paper.pages.best import best
 from lln.study.paper.pages.blocks import (
     NOTHING_YET,
@@ -118,6 +118,7 @@ BLOCKS: Blocks = {
     **near_far.BLOCKS,
     **conversion.BLOCKS,
     **onnx.BLOCKS,
+    **parallel.BLOCKS,
 }
 
 
