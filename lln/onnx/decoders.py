@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from lln.hf.serving.engine import Engine
+from lln.hf.serving.seat_layer import cache_of
 from lln.hf.serving.seating import empty_like
 from lln.onnx.export import export
 from lln.onnx.models import session_of
@@ -70,7 +70,7 @@ class DecoderStep(nn.Module):
         out = self.model(
             input_ids=token[:, None],
             position_ids=position[:, None],
-            past_key_values=Cache(layers=list(layers)),
+            past_key_values=cache_of(layers),
             use_cache=True,
         )
         return (out.logits[:, -1], *(x for layer in layers for x in layer.tensors.values()))

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 
 from lln.device.capture import captured
 from lln.hf.cache import use_states
 from lln.hf.serving.choice import drawn, likeliest
 from lln.hf.serving.layers import Layers, longest_stream
-from lln.hf.serving.seat_layer import SeatLayer
+from lln.hf.serving.seat_layer import SeatLayer, cache_of
 from lln.hf.serving.seating import empty_like, tensors_of
 from lln.hf.serving.stream import Choice, Stream
 
@@ -85,7 +85,7 @@ class Engine:
             SeatLayer(core, empty_like(tensors, seats), self.position)
             for core, tensors in zip(self._layers.cores, one, strict=True)
         ]
-        self._cache = Cache(layers=list(self.layers))
+        self._cache = cache_of(self.layers)
         self._choice = Choice.empty(seats, logits.shape[-1], self.device)
 
     def add(

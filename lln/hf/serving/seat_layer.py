@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lln.hf.cache import mark
 from lln.hf.rotation import Rotation
@@ -236,6 +236,11 @@ class SeatLayer(CacheLayerMixin):
         """Put the memory of one stream, tensors of one row, into a seat."""
         for name, own in self.tensors.items():
             own[seat].copy_(stream[name][0])
+
+
+def cache_of(layers: list[SeatLayer]) -> Cache:
+    """The cache of a model with these layers."""
+    return Cache(layers=list(layers))
 
 
 def _constants(core: LLNAttention, mean: Tensor) -> dict[str, Any]:
