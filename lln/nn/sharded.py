@@ -81,8 +81,9 @@ def _features(module: LLNAttention, q: Tensor, k: Tensor) -> tuple[Tensor, Tenso
 
     def part(weight: Tensor | None) -> Tensor | None:
         """Of maps ``[H, D, S]`` and biases ``[H, S]``; one map for all heads is whole."""
-        shared = weight is None or "map" in features._buffers
-        return weight if shared else layout.local(weight, (HEADS, WIDTH, WIDTH)[: weight.dim()])
+        if weight is None or "map" in features._buffers:
+            return weight
+        return layout.local(weight, (HEADS, WIDTH, WIDTH)[: weight.dim()])
 
     found = []
     maps = features._maps() or (None, None)

@@ -84,10 +84,11 @@ class SeatLayer(CacheLayerMixin):
         q: Float[Tensor, "B H 1 D"],
         k: Float[Tensor, "B Hkv 1 D"],
         v: Float[Tensor, "B Hkv 1 E"],
-        key_mask: None = None,
+        key_mask: Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> Float[Tensor, "B H 1 E"]:
         """Causal attention of one token of every seat to all before; moves the tensors."""
+        assert key_mask is None, "the tokens of seats are all real"
         wide = compute_dtype(q, k, v)
         queries, values = q.to(wide), v.to(wide)
         keys, q_far, k_far = core.decoding_inputs(queries, k.to(wide), rotation)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
 
 from lln.hf.cache import StateLayer
 from lln.hf.open_window import OpenWindow
@@ -14,12 +15,11 @@ from lln.nn import LLNAttention
 from lln.ops.state import State, summarize
 
 
-def tensors_of(
-    layer: StateLayer | DynamicLayer, core: LLNAttention | None, length: int
-) -> dict[str, Tensor]:
+def tensors_of(layer: Any, core: LLNAttention | None, length: int) -> dict[str, Tensor]:
     """The memory of a cache layer that has read one prompt without padding.
 
     Args:
+        layer: A :class:`StateLayer`, or any that keeps all keys.
         core: Of the layer; None where it keeps softmax.
         length: Places for the keys of layers and heads with softmax.
 
@@ -30,7 +30,6 @@ def tensors_of(
         ``sink_v``. ``last``: values before a convolution. ``kept_k``, ``kept_v``: keys of softmax.
     """
     if core is None:
-        assert layer.keys is not None and layer.values is not None
         return {"kept_k": _room(layer.keys, length), "kept_v": _room(layer.values, length)}
     assert isinstance(layer, StateLayer) and layer.state is not None
     found = {"log_mass": layer.state.log_mass, "mean": layer.state.mean}

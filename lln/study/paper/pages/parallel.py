@@ -177,11 +177,11 @@ def _tokens(count: float | None) -> str:
     if count <= 1:
         return "always"
     digits = 10 ** (math.floor(math.log10(count)) - 1)
-    count = math.ceil(count / digits) * digits
+    rounded = math.ceil(count / digits) * digits
     for size, name in ((1e6, "M"), (1e3, "k")):
-        if count >= size:
-            return f"{count / size:g}{name}"
-    return f"{count:g}"
+        if rounded >= size:
+            return f"{rounded / size:g}{name}"
+    return f"{rounded:g}"
 
 
 BLOCKS: Blocks = {"parallel": parallel}
