@@ -26,6 +26,7 @@ class Mechanism:
             to 0 where nothing is seen), else ``"signed"``.
         parameters: What it learns beyond the projections of queries, keys, values and output.
         replaces_ffn: Whether the feed-forward network is left out beside it.
+        needs_length: Whether :func:`lln.create` must be told ``max_length``.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Mechanism:
     note: str = ""
     bidirectional: bool = True
     masks: str = "key padding"
+    needs_length: bool = False
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -184,6 +186,7 @@ _TABLE = (
         cross=False,
         source="the paper: chunks of 64, 4 rounds",
         note="one projection for queries and keys",
+        needs_length=True,
     ),
     Mechanism(
         "longformer",
@@ -260,6 +263,7 @@ _TABLE = (
         options={"horizon": None, "causal": False},
         cross=False,
         source="the paper, with horizon = max_length instead of the current length",
+        needs_length=True,
     ),
     Mechanism(
         "flash",
@@ -287,7 +291,7 @@ _TABLE = (
         options={"landmarks": 64, "iterations": 6, "kernel_size": 33},
         cross=False,
         source="the paper: 64 landmarks, 6 iterations, kernel 33",
-        note="needs max_length above the number of landmarks",
+        note="a max_length that is given must be above the number of landmarks",
     ),
     Mechanism(
         "linformer",
@@ -299,6 +303,7 @@ _TABLE = (
         parameters="two projections r × max_length",
         options={"rank": 256, "share": False},
         source="the paper: r = 256, shared by the heads",
+        needs_length=True,
     ),
     Mechanism(
         "skyformer",
@@ -310,6 +315,7 @@ _TABLE = (
         options={"landmarks": 128, "ridge": 0.1, "iterations": 6, "resample": True, "seed": 0},
         cross=False,
         source="the paper: 128 points, ridge 0.1, 6 iterations",
+        needs_length=True,
     ),
     Mechanism(
         "relu",

@@ -1,6 +1,6 @@
 """Every mechanism by name: LLN and the baselines on equal footing.
 
-layer = lln.create("performer", dim=256, num_heads=4, max_length=4096)
+layer = lln.create("performer", dim=256, num_heads=4)
 out = layer(x, key_mask)                # [B, N, 256] -> the same; key_mask True = a real token
 
 The records are in :mod:`lln.mechanisms`; torch is loaded when a layer is made.
@@ -49,7 +49,7 @@ def create(
     *,
     dim: int,
     num_heads: int,
-    max_length: int,
+    max_length: int | None = None,
     layer_index: int = 0,
     num_layers: int = 1,
     **options: Any,
@@ -57,7 +57,9 @@ def create(
     """Make a self-attention layer (or what replaces it) by name, projections included.
 
     Args:
-        max_length: The longest input to come; some methods have weights of that length.
+        dim, num_heads: Width of the tokens, and the heads it is divided into.
+        max_length: Tokens of the longest input to come. Only the mechanisms with weights or buffers
+            of that length need it, those with ``lln.describe(name).needs_length``.
         layer_index, num_layers: Where the layer stands: TransNormer changes half-way up, and random
             features differ from layer to layer.
         options: Those of the mechanism, see ``lln.describe(name).defaults``; others are errors.
@@ -68,7 +70,7 @@ def create(
         where the method has one; ``module.attention_matrix(x, key_mask)`` gives its weights.
 
     Example:
-        >>> layer = lln.create("performer", dim=256, num_heads=4, max_length=4096)
+        >>> layer = lln.create("performer", dim=256, num_heads=4)
         >>> out = layer(x, key_mask)       # [8, 4096, 256] -> the same
     """
     entry = describe(name)
@@ -76,6 +78,11 @@ def create(
         if option not in entry.options:
             known = ", ".join(entry.options) or "none"
             raise TypeError(f"{name!r} has no option {option!r}; it takes {known}")
+    if max_length is None and entry.needs_length:
+        raise TypeError(
+            f"max_length is missing: {name!r} has weights or buffers of that length; pass the "
+            "number of tokens of the longest input to come"
+        )
     from lln.baselines.base import Layer, SelfAttention
 
     layer = Layer(dim, num_heads, max_length, layer_index, num_layers)

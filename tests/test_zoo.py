@@ -38,6 +38,25 @@ KEY_BIAS_CANCELS = {
 }
 
 
+@every_mechanism
+def test_max_length_is_asked_for_only_where_it_is_needed(name):
+    """Without it the layer is the same, bit for bit; with it, it is as long as it says."""
+    sizes = {"dim": DIM, "num_heads": HEADS, **SMALL.get(name, {})}
+    if lln.describe(name).needs_length:
+        with pytest.raises(TypeError, match=f"max_length is missing: '{name}' has weights"):
+            lln.create(name, **sizes)
+        return
+    torch.manual_seed(0)
+    told = lln.create(name, **sizes, max_length=257).eval()
+    torch.manual_seed(0)
+    untold = lln.create(name, **sizes).eval()
+    assert "max_length" not in repr(untold)
+    x, mask = padded(100)
+    with torch.no_grad():
+        assert torch.equal(told(x, mask), untold(x, mask))
+        assert untold(padded(300)[0]).shape == (2, 300, DIM)
+
+
 def test_the_zoo_is_complete():
     assert lln.list_mechanisms() == NAMES
 

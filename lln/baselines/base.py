@@ -29,17 +29,22 @@ from lln.protocols import AttentionCore, compute_dtype
 
 @dataclass(frozen=True)
 class Layer:
-    """Where a mechanism stands: the sizes of the layer, and which of how many layers it is."""
+    """Where a mechanism stands: the sizes of the layer, and which of how many layers it is.
+
+    ``max_length`` is None where no method needs it.
+    """
 
     dim: int
     num_heads: int
-    max_length: int
+    max_length: int | None = None
     layer_index: int = 0
     num_layers: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("dim", "num_heads", "max_length", "num_layers"):
+        for name in ("dim", "num_heads", "num_layers"):
             check_positive_int(name, getattr(self, name))
+        if self.max_length is not None:
+            check_positive_int("max_length", self.max_length)
         if self.dim % self.num_heads:
             raise ValueError(f"dim={self.dim} is not a multiple of num_heads={self.num_heads}")
         if not 0 <= self.layer_index < self.num_layers:
@@ -52,9 +57,19 @@ class Layer:
     def head_dim(self) -> int:
         return self.dim // self.num_heads
 
+    @property
+    def longest(self) -> int:
+        """``max_length``, for the methods that have weights or buffers of that size."""
+        if self.max_length is None:
+            raise TypeError(
+                "max_length is missing: this mechanism has weights or buffers of that size; pass "
+                "the number of tokens of the longest input to come"
+            )
+        return self.max_length
+
     def check_length(self, tokens: int) -> None:
         """Raise for inputs longer than the weights or buffers of some methods."""
-        if tokens > self.max_length:
+        if tokens > self.longest:
             raise ValueError(
                 f"the input has {tokens} tokens, more than max_length={self.max_length}; "
                 "create the mechanism with a larger max_length"
@@ -229,7 +244,8 @@ class TokenMixer(nn.Module):
 
     def extra_repr(self) -> str:
         layer = self.layer
-        return f"dim={layer.dim}, num_heads={layer.num_heads}, max_length={layer.max_length}"
+        shown = f"dim={layer.dim}, num_heads={layer.num_heads}"
+        return shown if layer.max_length is None else f"{shown}, max_length={layer.max_length}"
 
 
 def identity(x: Float[Tensor, "B N dim"], heads: int) -> Float[Tensor, "B N HN"]:

@@ -27,8 +27,8 @@ class Cosformer(LinearCore):
 
     def __init__(self, layer: Layer, *, horizon: int | None = None, causal: bool = False) -> None:
         super().__init__(layer, causal=causal)
-        self.horizon = layer.max_length if horizon is None else horizon
-        if self.horizon < layer.max_length:
+        self.horizon = layer.longest if horizon is None else horizon
+        if self.horizon < layer.longest:
             raise ValueError(
                 f"horizon={horizon} is below max_length={layer.max_length}: weights of distant "
                 "tokens would be negative; pass at least max_length, or None"

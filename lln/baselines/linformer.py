@@ -28,7 +28,7 @@ class Linformer(Core):
         bound = rank**-0.5
 
         def projection() -> nn.Parameter:
-            return nn.Parameter(torch.empty(rank, layer.max_length).uniform_(-bound, bound))
+            return nn.Parameter(torch.empty(rank, layer.longest).uniform_(-bound, bound))
 
         self.key_projection = projection()
         self.value_projection = None if share else projection()

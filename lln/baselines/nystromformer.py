@@ -36,7 +36,7 @@ class Nystromformer(Core):
     ) -> None:
         super().__init__(layer)
         check_positive_int("landmarks", landmarks)
-        if landmarks >= layer.max_length:
+        if layer.max_length is not None and landmarks >= layer.max_length:
             raise ValueError(
                 f"landmarks={landmarks} with max_length={layer.max_length} would run exact softmax "
                 "attention; choose fewer landmarks, or the mechanism 'softmax'"

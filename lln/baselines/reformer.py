@@ -52,7 +52,7 @@ class Reformer(TokenMixer):
         self.query_key = nn.Linear(layer.dim, layer.dim)
         self.value = nn.Linear(layer.dim, layer.dim)
         self.out = nn.Linear(layer.dim, layer.dim)
-        half = -(-layer.max_length // (2 * chunk))
+        half = -(-layer.longest // (2 * chunk))
         shape = rounds, layer.head_dim, half
         rotations = torch.randn(shape, generator=layer.generator(seed))
         self.register_buffer("rotations", rotations)

@@ -50,7 +50,7 @@ class Skyformer(Core):
         self.iterations, self.resample = iterations, resample
         # A token's turn to be drawn: depends on its position only, not on the rest of the batch.
         generator = layer.generator(seed)
-        turns = [torch.randperm(layer.max_length, generator=generator) for _ in range(2)]
+        turns = [torch.randperm(layer.longest, generator=generator) for _ in range(2)]
         self.register_buffer("turn", torch.stack(turns))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:

@@ -137,6 +137,7 @@ def _record(entry, table):
         "attention matrix": entry.matrix,
         "learns in addition": entry.parameters,
         "replaces the FFN": "yes" if entry.replaces_ffn else "no",
+        "needs max_length": "yes" if entry.needs_length else "no",
         "defaults": _options_text(entry),
         "source": entry.source,
         "note": entry.note,
