@@ -6,15 +6,13 @@ Public names load on first use, so ``import lln`` costs nothing until something 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from lln import distributed as distributed
-    from lln import hf as hf
-    from lln import instruments, moments, nn
-    from lln import onnx as onnx
+    from lln import distributed, hf, instruments, moments, nn, onnx
     from lln.functional import attention, attention_varlen, prefill, which
     from lln.moments import match_moments
     from lln.ops.state import State, read, summarize
@@ -34,6 +32,7 @@ _PUBLIC = {
     "describe": "lln.zoo",
 }
 _MODULES = ("distributed", "hf", "instruments", "moments", "nn", "onnx")
+_NEEDS = {"hf": "transformers", "onnx": "onnx"}  # extras of the same names install them
 
 __all__ = [
     "State",
@@ -41,16 +40,24 @@ __all__ = [
     "attention_varlen",
     "create",
     "describe",
+    "distributed",
+    "hf",
     "instruments",
     "list_mechanisms",
     "match_moments",
     "moments",
     "nn",
+    "onnx",
     "prefill",
     "read",
     "summarize",
     "which",
 ]
+# `from lln import *` works without the extras, too
+if importlib.util.find_spec(_NEEDS["hf"]) is None:
+    __all__.remove("hf")
+if importlib.util.find_spec(_NEEDS["onnx"]) is None:
+    __all__.remove("onnx")
 
 
 def __getattr__(name: str) -> Any:

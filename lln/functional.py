@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lln.moments.calibration import calibrate, calibrate_packed
+from lln.moments.calibration import check_target, measure_packed_scales, measure_scales
 from lln.moments.levels import match_level
 from lln.ops import triton
 from lln.ops.arguments import (
@@ -80,6 +80,7 @@ def attention(
     q_features: Float[Tensor, "B H N S"] | None = None,
     k_features: Float[Tensor, "B Hkv M S"] | None = None,
     method: Method = "paper",
+    target: str = "product",
     normalize_keys: bool = False,
     impl: str | None = None,
 ) -> Float[Tensor, "B H N E"]:
@@ -116,9 +117,12 @@ def attention(
             ``[B, H]``; measured if left out, so needed with ``is_causal``.
         far: For "joint": LLN attends to the "others" (default), the keys that are not near, or to
             "all".
-        q_features, k_features: What LLN sees instead of q and k: logarithms of positive features,
-            before alpha and beta, which are then required; any number of slots S.
+        q_features, k_features: What LLN sees instead of q and k, ``[B, H, N, S]`` and
+            ``[B, Hkv, M, S]``: logarithms of positive features, before alpha and beta, which are
+            then required; any number of slots S.
         method: "paper", "variance", "entropy" or a :class:`lln.moments.MomentFit`.
+        target: What ``method`` matches: "product", σ_q²σ_k², or "measured", the true variance of
+            the scores (eq. 5), which costs O((N + M) D²) more.
         normalize_keys: Use log_softmax_l(beta k_j) as key features: the unbiased variant.
         impl: "triton", "mixed", "eager" or "reference", obeyed or refused with the reason; None
             takes the fastest that accepts the tensors, which :func:`which` names.
@@ -136,6 +140,7 @@ def attention(
     if q_features is not None and k_features is not None:
         q_features, k_features = autocast(q_features, k_features)
     check_qkv(q, k, v)
+    check_target(target)
     check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k)
     check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q)
     local = read_local(
@@ -146,7 +151,7 @@ def attention(
     causal_block = read_causal_block(causal_block, is_causal=is_causal, local=local)
     weight = read_mix(mix, q.shape[1], q)
     scales = _scales(
-        q, k, alpha, beta, key_mask, query_mask, is_causal, method, normalize_keys, impl
+        q, k, alpha, beta, key_mask, query_mask, is_causal, method, target, normalize_keys, impl
     )
     options = {
         "alpha": scales[0],
@@ -189,6 +194,7 @@ def attention_varlen(
     gamma: float | Tensor | None = None,
     far: str | None = None,
     method: Method = "paper",
+    target: str = "product",
     normalize_keys: bool = False,
     impl: str | None = None,
 ) -> Float[Tensor, "T H E"]:
@@ -200,7 +206,8 @@ def attention_varlen(
     ``gamma`` may also be ``[S, H]``, ``[S, Hkv]`` and ``[S, H]``.
 
     Args:
-        q, k, v: ``[T, H, D]``, ``[Tk, Hkv, D]`` and ``[Tk, Hkv, E]``: the tokens of all sequences.
+        q, k, v: ``[T, H, D]``, ``[Tk, Hkv, D]`` and ``[Tk, Hkv, E]``: the tokens of all sequences,
+            any floating dtype.
         cu_seqlens_q, cu_seqlens_k: ``[S + 1]`` int32 or int64, starting at 0, never decreasing,
             ending at the number of tokens. Values are checked for CPU tensors.
         key_mask, query_mask: ``[T]``, True = may be attended / a real query.
@@ -212,6 +219,7 @@ def attention_varlen(
     q, k, v = autocast(q, k, v)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, key_mask, query_mask)
+    check_target(target)
     local = read_local(
         head_dim=q.shape[-1], diag_block=diag_block, diag_overlap=diag_overlap, sinks=sinks,
         scale=scale, mix=mix, gamma=gamma, far=far,
@@ -222,13 +230,14 @@ def attention_varlen(
     sequences, heads, key_heads = len(cu_seqlens_q) - 1, q.shape[1], k.shape[1]
     offsets = cu_seqlens_q, cu_seqlens_k
     if alpha is None or beta is None:
-        alpha, beta = calibrate_packed(
+        alpha, beta = measure_packed_scales(
             q,
             k,
             *offsets,
             key_mask=key_mask,
             query_mask=query_mask,
             method=method,
+            target=target,
             normalize_keys=normalize_keys,
             impl=impl,
         )
@@ -301,7 +310,8 @@ def prefill(
     outputs as one causal :func:`attention` over all of it, at O(D E) memory per head.
 
     Args:
-        q, k, v: The next tokens, shaped as in :func:`attention`, with equally many of each.
+        q, k, v: The next tokens, ``[B, H, N, D]``, ``[B, Hkv, N, D]`` and ``[B, Hkv, N, E]``, any
+            floating dtype; equally many of each.
         state: What came before; None at the start of the stream.
         alpha, beta: As in :func:`attention`; required, since statistics must not see the future.
         causal_block: As in :func:`attention`. Pieces then hold whole blocks. To compute a block
@@ -362,9 +372,9 @@ def prefill(
 
 
 def which(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Float[Tensor, "B H N D"] | Float[Tensor, "T H D"],
+    k: Float[Tensor, "B Hkv M D"] | Float[Tensor, "Tk Hkv D"],
+    v: Float[Tensor, "B Hkv M E"] | Float[Tensor, "Tk Hkv E"],
     *,
     is_causal: bool = False,
     causal_block: int | None = None,
@@ -382,7 +392,9 @@ def which(
     "reference": the O(N²) definition, only if asked.
 
     Args:
-        q, k, v: As for :func:`attention`, or packed as for :func:`attention_varlen`.
+        q, k, v: ``[B, H, N, D]``, ``[B, Hkv, M, D]`` and ``[B, Hkv, M, E]`` as for
+            :func:`attention`, or packed, ``[T, H, D]``, ``[Tk, Hkv, D]`` and ``[Tk, Hkv, E]``, as
+            for :func:`attention_varlen`; any floating dtype.
         dropout: Probability to drop attention weights, as :class:`lln.nn.LLNAttention` does while
             training.
 
@@ -432,7 +444,7 @@ def _decodes_in_one_launch(
 
 
 def _scales(
-    q, k, alpha, beta, key_mask, query_mask, is_causal, method, normalize_keys, impl
+    q, k, alpha, beta, key_mask, query_mask, is_causal, method, target, normalize_keys, impl
 ) -> tuple[Tensor, Tensor]:
     check_pair(alpha, beta, is_causal)
     if alpha is not None:
@@ -440,12 +452,13 @@ def _scales(
             as_scale("alpha", alpha, q.shape[0], q.shape[1], q),
             as_scale("beta", beta, k.shape[0], k.shape[1], k),
         )
-    return calibrate(
+    return measure_scales(
         q,
         k,
         key_mask=key_mask,
         query_mask=query_mask,
         method=method,
+        target=target,
         normalize_keys=normalize_keys,
         impl=impl,
     )

@@ -53,7 +53,7 @@ def test_left_out_scales_are_measured_per_sample_and_head_over_valid_tokens():
 def test_measured_scales_are_constants_of_the_backward_pass(method, normalize_keys):
     q, k, v = (x.requires_grad_() for x in random_qkv(1, 2, 30, width=16))
     out = lln.attention(q, k, v, method=method, normalize_keys=normalize_keys)
-    alpha, beta = lln.moments.calibrate(q, k, method=method, normalize_keys=normalize_keys)
+    alpha, beta = lln.moments.measure_scales(q, k, method=method, normalize_keys=normalize_keys)
     fixed = lln.attention(q, k, v, alpha=alpha, beta=beta, normalize_keys=normalize_keys)
     torch.testing.assert_close(out, fixed)
     for a, b in zip(

@@ -42,7 +42,7 @@ def test_a_level_is_measured_where_none_is_given():
     mask, real = torch.rand(2, 50) > 0.2, torch.rand(2, 50) > 0.2
     q, k = q.masked_fill(~real[:, None, :, None], torch.nan), k * 2
     measured = lln.attention(q, k, v, key_mask=mask, query_mask=real, **JOINT)
-    alpha, beta = lln.moments.calibrate(q, k, key_mask=mask, query_mask=real)
+    alpha, beta = lln.moments.measure_scales(q, k, key_mask=mask, query_mask=real)
     window = {"block": 16, "overlap": 5, "sinks": 2, "key_mask": mask, "query_mask": real}
     gamma = match_level(q, k, alpha=alpha, beta=beta, **window)
     scales = {"alpha": alpha, "beta": beta, "gamma": gamma}

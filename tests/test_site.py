@@ -62,6 +62,8 @@ def test_every_public_name_is_in_the_api():
     listed = {name for module in modules for name in getattr(import_module(module), "__all__", ())}
     for name in lln.__all__:
         assert name in listed or name in text, f"lln.{name} is not in docs/site/api.rst"
+    documented = re.findall(r"auto\w+:: ([\w.]+)", text)
+    assert documented and not [name for name in documented if name.startswith("lln.study")]
 
 
 @pytest.mark.slow

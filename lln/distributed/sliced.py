@@ -78,6 +78,8 @@ def attention(
     gradients are computed the output has one, also on a process whose q, k and v need none.
 
     Args:
+        q, k, v: Its slice, ``[B, H, N, D]``, ``[B, Hkv, M, D]`` and ``[B, Hkv, M, E]``, any
+            floating dtype.
         group: Processes in the order of their slices, or a mesh of one dimension, such as
             ``mesh["context"]``; None is all of them. Slices may differ in length; batch, heads and
             widths may not.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
@@ -101,13 +102,17 @@ class StateLayer(CacheLayerMixin):
     def attend(
         self,
         core: LLNAttention,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B Hkv N D"],
+        v: Float[Tensor, "B Hkv N E"],
         key_mask: Tensor | None,
         rotation: Rotation | None = None,
-    ) -> Tensor:
-        """Causal attention of the new tokens to themselves and to all before; moves the state."""
+    ) -> Float[Tensor, "B H N E"]:
+        """Causal attention of the new tokens to themselves and to all before; moves the state.
+
+        Args:
+            q, k, v: ``[B, H, N, D]``, ``[B, Hkv, N, D]``, ``[B, Hkv, N, E]``; any floating dtype.
+        """
         if not self._unread:
             calibration = calibration_of(core)
             assert calibration is not None
@@ -208,7 +213,8 @@ class StateLayer(CacheLayerMixin):
             )
         else:
             return out
-        weight = 0.5 if core.mix_logit is None else core.mix_logit.to(out.dtype).sigmoid()
+        weight = core.mix_weight(out.dtype)
+        weight = 0.5 if weight is None else weight
         weight = torch.as_tensor(weight, dtype=out.dtype, device=out.device).expand(out.shape[1])
         return torch.lerp(local, out, weight[:, None, None])
 

@@ -20,6 +20,7 @@ from lln.hf.register import MIXED, implementation_name, register
 from lln.hf.rotation import follow_rotation, let_see_before
 from lln.hf.swapped_attention import SwappedAttention
 from lln.moments import MomentFit
+from lln.nn import preset_of
 
 # In config.json: no such implementation exists, so that a plain from_pretrained stops there instead
 # of running softmax. `from_pretrained(folder, attn_implementation="sdpa")` asks for that openly.
@@ -351,6 +352,7 @@ def record(model: Any) -> None:
             "layers": done.layers,
             "max_length": done.max_length,
             "options": to_json(done.options),
+            **({"preset": preset} if (preset := preset_of(done.attention, done.options)) else {}),
             **({"before_rotation": True} if done.before_rotation else {}),
             **_kept_in_json(done),
         }
@@ -367,11 +369,13 @@ def _kept_in_json(done: Replacement) -> dict[str, Any]:
 
 def to_json(options: dict[str, Any]) -> dict[str, Any]:
     """Options as config.json can hold them; α and β are among the weights."""
-    return {
-        name: dataclasses.asdict(value) if isinstance(value, MomentFit) else value
-        for name, value in options.items()
-        if name not in ("alpha", "beta")
-    }
+    kept = {name: value for name, value in options.items() if name not in ("alpha", "beta")}
+    for name, value in kept.items():
+        if isinstance(value, MomentFit):
+            kept[name] = dataclasses.asdict(value)
+        elif isinstance(value, Tensor):
+            kept[name] = value.tolist()
+    return kept
 
 
 def from_json(options: dict[str, Any]) -> dict[str, Any]:

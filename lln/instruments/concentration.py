@@ -69,6 +69,7 @@ def measure(
     r"""Measure how one kernel would attend with these queries and keys.
 
     Args:
+        q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
         kernel: "softmax", "lln", "relu", "quadratic", "relu_linear", "quadratic_linear" or "elu";
             :data:`lln.instruments.KERNELS` has the formulas.
         alpha, beta: Of kernel="lln", as in :func:`lln.attention`; left out, they are matched to q
@@ -208,7 +209,7 @@ def _scales(q, k, kernel, alpha, beta, keys, queries, normalize_keys) -> tuple[T
     if (alpha is None) != (beta is None):
         raise ValueError(f"alpha={alpha} and beta={beta}; pass both, or neither to match them")
     if kernel == "lln" and alpha is None:
-        alpha, beta = moments.calibrate(
+        alpha, beta = moments.measure_scales(
             q, k, key_mask=keys, query_mask=queries, normalize_keys=normalize_keys
         )
     alpha = as_scale("alpha", 1.0 if alpha is None else alpha, q.shape[0], q.shape[1], q)

@@ -1,6 +1,6 @@
 """Calibration: which alpha and beta make LLN attention as concentrated as softmax attention.
 
-Start at :func:`calibrate` (from q and k) or :func:`match_moments` (from their deviations).
+Start at :func:`measure_scales` (from q and k) or :func:`match_moments` (from their deviations).
     line.py         the paper's straight line: MomentFit, PAPER, fit_line (A.7)
     curves.py       the exact curves that replace it, read from a small table
     quadrature.py   the integrals that the table was made from, by tabulate.py
@@ -9,7 +9,10 @@ Start at :func:`calibrate` (from q and k) or :func:`match_moments` (from their d
     statistics.py   what is measured: standard_deviations, score_variance
 """
 
-from lln.moments.calibration import calibrate
+from typing import Any
+
+from lln.aliases import renamed
+from lln.moments.calibration import measure_scales
 from lln.moments.features import match_features, softmax_entropy
 from lln.moments.levels import match_level
 from lln.moments.line import PAPER, MomentFit, fit_line
@@ -19,12 +22,16 @@ from lln.moments.statistics import score_variance, standard_deviations
 __all__ = [
     "PAPER",
     "MomentFit",
-    "calibrate",
     "fit_line",
     "match_features",
     "match_level",
     "match_moments",
+    "measure_scales",
     "score_variance",
     "softmax_entropy",
     "standard_deviations",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return renamed(__name__, name)

@@ -10,6 +10,7 @@ from torch import Tensor
 from lln.moments.line import MomentFit
 from lln.moments.matching import match_moments
 from lln.moments.statistics import (
+    packed_score_variance,
     packed_standard_deviations,
     score_variance,
     standard_deviations,
@@ -25,7 +26,7 @@ def check_target(target: str) -> None:
         raise ValueError(f"target={target!r} is unknown; pass {names}")
 
 
-def calibrate(
+def measure_scales(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B Hkv M D"],
     *,
@@ -39,6 +40,7 @@ def calibrate(
     """Measure q and k per sample and head, and match LLN attention to softmax attention on them.
 
     Args:
+        q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
         key_mask, query_mask: True = counts; the content of other tokens never matters.
         method, normalize_keys: See :func:`match_moments`.
         target: σ_sm² to match: "product", σ_q²σ_k², or "measured", the true variance of the
@@ -51,7 +53,7 @@ def calibrate(
         head share alpha.
 
     Example:
-        >>> alpha, beta = calibrate(q, k, method="entropy")     # [2, 8, 100, 64] -> [2, 8], [2, 8]
+        >>> alpha, beta = measure_scales(q, k, method="entropy")    # [2, 8, 9, 64] -> [2, 8] each
     """
     check_target(target)
     sigma_q, sigma_k = standard_deviations(
@@ -72,7 +74,7 @@ def calibrate(
     )
 
 
-def calibrate_packed(
+def measure_packed_scales(
     q: Float[Tensor, "T H D"],
     k: Float[Tensor, "Tk Hkv D"],
     cu_q: Int[Tensor, " S1"],
@@ -81,10 +83,11 @@ def calibrate_packed(
     key_mask: Bool[Tensor, " Tk"] | None = None,
     query_mask: Bool[Tensor, " T"] | None = None,
     method: str | MomentFit = "paper",
+    target: str = "product",
     normalize_keys: bool = False,
     impl: str | None = None,
 ) -> tuple[Float[Tensor, "S H"], Float[Tensor, "S Hkv"]]:
-    """Measure packed sequences one by one, as :func:`calibrate` does samples; nothing is checked.
+    """Measure packed sequences one by one, as :func:`measure_scales` does samples; no check.
 
     Args:
         cu_q, cu_k: As in :func:`lln.attention_varlen`.
@@ -92,6 +95,10 @@ def calibrate_packed(
     sigma_q, sigma_k = packed_standard_deviations(
         q, k, cu_q, cu_k, key_mask=key_mask, query_mask=query_mask
     )
+    measured = None
+    if target == "measured":
+        masks = {"key_mask": key_mask, "query_mask": query_mask}
+        measured = packed_score_variance(q, k, cu_q, cu_k, **masks)
     return match_heads(
         sigma_q,
         sigma_k,
@@ -99,6 +106,7 @@ def calibrate_packed(
         q.shape[-1],
         method=method,
         normalize_keys=normalize_keys,
+        score_variance=measured,
         impl=impl,
     )
 

@@ -33,7 +33,8 @@ def match_features(
     Performer, ELU or Hedgehog are exponentials of something, too.
 
     Args:
-        q_features, k_features: Logarithms of positive features.
+        q_features, k_features: Logarithms of positive features, ``[B, H, N, S]`` and
+            ``[B, Hkv, M, S]``, any floating dtype.
         target: Bits, a number or ``[B, H]``, e.g. from :func:`softmax_entropy`.
         key_mask, query_mask: True = counts.
 
@@ -75,7 +76,12 @@ def softmax_entropy(
     query_mask: Bool[Tensor, "B N"] | None = None,
     rows: int = ROWS,
 ) -> Float[Tensor, "B H"]:
-    """Mean entropy in bits of evenly spaced rows of softmax attention, in O(rows M D)."""
+    """Mean entropy in bits of evenly spaced rows of softmax attention, in O(rows M D).
+
+    Args:
+        q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
+        key_mask, query_mask: True = counts.
+    """
     check_alike("q", q, "k", k)
     dtype = compute_dtype(q, k)
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)

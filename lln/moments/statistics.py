@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -23,6 +25,7 @@ def standard_deviations(
     """σ_q and σ_k of every sample and key head, over its valid tokens and all features.
 
     Args:
+        q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
         key_mask, query_mask: True = counts. The content of other tokens never matters, NaN
             included.
         impl: As in :func:`lln.attention`: "eager" and "reference" launch no kernel of ours.
@@ -58,6 +61,36 @@ def packed_standard_deviations(
     return _packed_deviation(grouped, cu_q, query_mask), _packed_deviation(k, cu_k, key_mask)
 
 
+def packed_score_variance(
+    q: Float[Tensor, "T H D"],
+    k: Float[Tensor, "Tk Hkv D"],
+    cu_q: Int[Tensor, " S1"],
+    cu_k: Int[Tensor, " S1"],
+    *,
+    key_mask: Bool[Tensor, " Tk"] | None = None,
+    query_mask: Bool[Tensor, " T"] | None = None,
+) -> Float[Tensor, "S Hkv"]:
+    """:func:`score_variance` of each sequence, one after the other: it waits for their lengths."""
+
+    def parts(x: Tensor | None, cu: Tensor) -> list[Any]:
+        lengths = cu.diff().tolist()
+        return [None] * len(lengths) if x is None else list(x.split(lengths))
+
+    found = [
+        score_variance(
+            q_s.transpose(0, 1)[None],
+            k_s.transpose(0, 1)[None],
+            key_mask=None if seen_k is None else seen_k[None],
+            query_mask=None if seen_q is None else seen_q[None],
+        )
+        for q_s, k_s, seen_q, seen_k in zip(
+            *(parts(q, cu_q), parts(k, cu_k), parts(query_mask, cu_q), parts(key_mask, cu_k)),
+            strict=True,
+        )
+    ]
+    return torch.cat(found) if found else q.new_zeros(0, k.shape[1], dtype=compute_dtype(q))
+
+
 def score_variance(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B Hkv M D"],
@@ -73,6 +106,7 @@ def score_variance(
         Var_ij[q_i·k_j] = tr(C_q C_k) + μ_qᵀ C_k μ_q + μ_kᵀ C_q μ_k.
 
     Args:
+        q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
         key_mask, query_mask: True = counts; the content of other tokens never matters.
         scale: 1/sqrt(D) by default.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -22,17 +22,11 @@ from lln.ops.bidirectional import bidirectional
 from lln.ops.causal import causal
 from lln.ops.convolution import check_conv, convolve_tokens, draw_filters_
 from lln.ops.lln_diag import lln_diag
-from lln.ops.local import read_causal_block, read_local
+from lln.ops.local import read_causal_block, read_local, read_mix
 from lln.ops.near_far import near, near_far
 from lln.protocols import compute_dtype
 
 MIXES = ("average", "learned", "joint")
-
-#: Options of LLN+Diag for encoders that are trained from scratch: of those tried on text the ones
-#: with the lowest loss and the best average over GLUE (docs/results/language.md).
-RECOMMENDED: Mapping[str, Any] = MappingProxyType(
-    {"method": "entropy", "mix": "learned", "diag_block": 128, "conv": 33}
-)
 
 
 class LLNAttention(nn.Module):
@@ -68,9 +62,10 @@ class LLNAttention(nn.Module):
         sharpness: Multiplies the matched α and β. In models that were trained with softmax 0.5 to
             0.7 is a better start than the match itself.
         normalize_keys: Use log_softmax_l(β k) as key features, the unbiased variant.
-        mix: "average" gives both branches the weight ½; "learned" gives the LLN branch of head h
-            the weight sigmoid(mix_logit_h), which starts at ½; "joint" puts both under one
-            normaliser, softmax weights for near keys and LLN's for far ones.
+        mix: How the branches are put together, as in :func:`lln.attention`: "average"; the weight
+            of LLN, a number or one per head; or "joint", one normaliser for both, softmax weights
+            for near keys and LLN's for far ones. Here also "learned": the weight of LLN in head h
+            is sigmoid(mix_logit_h), a parameter that starts at ½.
         gamma: For "joint" with "fixed": logarithm of the factor of LLN's weights, a number or one
             per head. Otherwise it is measured, averaged and stored as α and β are.
         far: For "joint": LLN attends to the "others" (default), the keys that are not near, or to
@@ -108,6 +103,8 @@ class LLNAttention(nn.Module):
         >>> out = core(q, k, v, key_mask=valid)     # q, k, v [2, 4, 128, 64], valid [2, 128]
     """
 
+    fixed_mix: Tensor | None
+
     def __init__(
         self,
         num_heads: int,
@@ -127,7 +124,7 @@ class LLNAttention(nn.Module):
         beta: float | Sequence[float] | Tensor | None = None,
         sharpness: float = 1.0,
         normalize_keys: bool = False,
-        mix: str = "average",
+        mix: str | float | Sequence[float] | Tensor = "average",
         gamma: float | Sequence[float] | Tensor | None = None,
         far: str | None = None,
         feature_map: str = "identity",
@@ -150,7 +147,7 @@ class LLNAttention(nn.Module):
         self.causal = causal
         self.causal_queries = causal_queries
         self.diag_block = diag_block
-        self.mix = mix
+        self.mix = _plain_mix(mix)
         self.conv = conv
         self.dropout = dropout
         self.diag_dropout = diag_dropout
@@ -160,7 +157,7 @@ class LLNAttention(nn.Module):
         self._check_arguments()
         self.local = read_local(
             head_dim=head_dim, diag_block=diag_block, diag_overlap=diag_overlap, sinks=sinks,
-            scale=scale if diag_block is not None else None, mix=mix, gamma=gamma, far=far,
+            scale=scale if diag_block is not None else None, mix=self.mix, gamma=gamma, far=far,
         )  # fmt: skip
         self.causal_block = read_causal_block(causal_block, is_causal=causal, local=self.local)
         self.scale = head_dim**-0.5 if self.local is None else self.local.scale
@@ -194,7 +191,9 @@ class LLNAttention(nn.Module):
         def learned(*shape: int, wanted: bool) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if wanted else None
 
-        self.mix_logit = learned(num_heads, wanted=mix == "learned")
+        self.mix_logit = learned(num_heads, wanted=self.mix == "learned")
+        fixed = None if isinstance(self.mix, str) else torch.empty(num_heads, device=device)
+        self.register_buffer("fixed_mix", fixed)
         self.conv_weight = learned(self.num_kv_heads, conv, wanted=conv > 0)
         matched = feature_map not in LOG_FEATURES
         if learn_scale and not matched and self.level is None:
@@ -216,6 +215,12 @@ class LLNAttention(nn.Module):
         """Whether padding before the first token would change the output: it moves the blocks."""
         return self.diag_block is not None or self.causal_block is not None
 
+    def mix_weight(self, dtype: torch.dtype | None = None) -> Float[Tensor, " H"] | None:
+        """The weight of LLN beside the softmax branch; None for ½ (and for "joint")."""
+        if self.mix_logit is not None:
+            return self.mix_logit.to(dtype or self.mix_logit.dtype).sigmoid()
+        return None if self.fixed_mix is None else self.fixed_mix.to(dtype or self.fixed_mix.dtype)
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Start again: what is learned, and the stored statistics.
@@ -225,6 +230,8 @@ class LLNAttention(nn.Module):
         for part in (self.statistics, self.level, self.center, self.features):
             if part is not None:
                 part.reset_parameters()
+        if self.fixed_mix is not None:
+            self.fixed_mix.copy_(torch.tensor(self.mix))
         for parameter in (self.mix_logit, self.log_alpha, self.log_beta):
             if parameter is not None:
                 torch.nn.init.zeros_(parameter)
@@ -244,6 +251,9 @@ class LLNAttention(nn.Module):
         ``key_mask`` says which keys may be attended. ``query_mask`` says which queries count for
         the statistics, and only that: every query gets an output. Neither is guessed from the
         other. q, k and v may be DTensors that are split alike, see :func:`lln.attention`.
+
+        Args:
+            q, k, v: ``[B, H, N, D]``, ``[B, Hkv, M, D]``, ``[B, Hkv, M, E]``; any floating dtype.
         """
         if is_dtensor(q):
             masks: dict[str, Any] = {"key_mask": key_mask, "query_mask": query_mask}
@@ -265,7 +275,11 @@ class LLNAttention(nn.Module):
         is_causal: bool,
         dropout: float | None = None,
     ) -> Float[Tensor, "B H N E"]:
-        """Attend as :meth:`forward` does, on inputs that a model has checked, as it says."""
+        """Attend as :meth:`forward` does, on inputs that a model has checked, as it says.
+
+        Args:
+            q, k, v: ``[B, H, N, D]``, ``[B, Hkv, M, D]``, ``[B, Hkv, M, E]``; any floating dtype.
+        """
         masks: dict[str, Any] = {"key_mask": key_mask, "query_mask": query_mask}
         draw = self.draw(q, k, **masks, is_causal=is_causal, dropout=dropout)
         return self.attend(q, k, v, draw)
@@ -281,6 +295,9 @@ class LLNAttention(nn.Module):
 
         In training mode this is a forward pass like any other: dropout acts and running statistics
         move.
+
+        Args:
+            q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
         """
         q, k = autocast(q, k)
         self._check_inputs(q, k, key_mask, query_mask)
@@ -298,6 +315,9 @@ class LLNAttention(nn.Module):
         """Set the stored statistics ("running") or α and β ("fixed") from these tensors.
 
         Variances are averaged over the samples, weighted by their valid tokens. Returns the module.
+
+        Args:
+            q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
         """
         self._check_inputs(q, k, key_mask, query_mask)
         masks = {"key_mask": key_mask, "query_mask": query_mask}
@@ -337,6 +357,9 @@ class LLNAttention(nn.Module):
 
         ``unrotate`` serves feature maps that see q and k before rotary positions are applied; σ of
         q and k is that of the rotated ones, which differs by the mean of all coordinates alone.
+
+        Args:
+            q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
         """
         batch, dtype = q.shape[0], compute_dtype(q, k)
         masks = {"key_mask": key_mask, "query_mask": query_mask}
@@ -363,7 +386,7 @@ class LLNAttention(nn.Module):
             gamma=gamma,
             key_mask=key_mask,
             is_causal=is_causal,
-            mix=None if self.mix_logit is None else self.mix_logit.to(dtype).sigmoid(),
+            mix=self.mix_weight(dtype),
             center=center,
             diag_kept=kept_diagonals(q, self.diag_dropout if self.training else 0.0),
             slot_dropout=keep_mask(q, self.slots, dropout),
@@ -377,7 +400,11 @@ class LLNAttention(nn.Module):
         k: Float[Tensor, "B Hkv M D"],
         unrotate: Unrotate | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, and what LLN sees of queries and keys, as causal evaluation uses them."""
+        """Keys, and what LLN sees of queries and keys, as causal evaluation uses them.
+
+        Args:
+            q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
+        """
         if self.center is not None:
             k = k - self.center(k, None, is_causal=True)
         return k, *self.far_inputs(q, k, unrotate)
@@ -394,7 +421,11 @@ class LLNAttention(nn.Module):
         k: Float[Tensor, "B Hkv M D"],
         unrotate: Unrotate | None = None,
     ) -> tuple[Float[Tensor, "B H N S"], Float[Tensor, "B Hkv M S"]]:
-        """What the LLN branch sees of queries and (centred) keys."""
+        """What the LLN branch sees of queries and (centred) keys.
+
+        Args:
+            q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
+        """
         return (q, k) if self.features is None else self.features(q, k, unrotate)
 
     def attend(
@@ -405,7 +436,11 @@ class LLNAttention(nn.Module):
         draw: Draw,
         impl: str | None = None,
     ) -> Float[Tensor, "B H N E"]:
-        """The output for a draw; linear in v."""
+        """The output for a draw; linear in v.
+
+        Args:
+            q, k, v: ``[B, H, N, D]``, ``[B, Hkv, M, D]``, ``[B, Hkv, M, E]``; any floating dtype.
+        """
         centered = k if draw.center is None else k - draw.center
         out = self._branches(q, centered, v, draw, impl)
         if self.conv_weight is None:
@@ -466,7 +501,11 @@ class LLNAttention(nn.Module):
     def attend_identity(
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv M D"], draw: Draw
     ) -> Float[Tensor, "B H N M"]:
-        """The attention matrix of a draw: its output for v = identity."""
+        """The attention matrix of a draw: its output for v = identity.
+
+        Args:
+            q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
+        """
         keys = k.shape[2]
         if keys == 0:
             return q.new_zeros((*q.shape[:3], 0))
@@ -497,8 +536,10 @@ class LLNAttention(nn.Module):
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             )
-        if self.mix not in MIXES:
+        if isinstance(self.mix, str) and self.mix not in MIXES:
             raise ValueError(f"mix={self.mix!r} is unknown; choose from {', '.join(MIXES)}")
+        if not isinstance(self.mix, str):
+            read_mix(torch.tensor(self.mix), self.num_heads, torch.empty(0))
         for name in ("dropout", "diag_dropout"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not a probability in [0, 1]")
@@ -531,6 +572,20 @@ class LLNAttention(nn.Module):
         }
         shown = [f"{name}={value!r}" for name, (value, usual) in options.items() if value != usual]
         return ", ".join([str(self.num_heads), str(self.head_dim), *shown])
+
+
+def _plain_mix(mix: Any) -> Any:
+    """Give ``mix`` as a word, a number or a list of numbers, which a config can hold."""
+    if isinstance(mix, str):
+        return mix
+    values = mix.tolist() if isinstance(mix, Tensor) else mix
+    numbers = values if isinstance(values, (list, tuple)) else [values]
+    if any(isinstance(x, bool) or not isinstance(x, Real) for x in numbers):
+        raise TypeError(
+            f"mix={mix!r} is not possible; choose from {', '.join(MIXES)}, or give the weight of "
+            "LLN, a number or one per head"
+        )
+    return [float(x) for x in values] if isinstance(values, (list, tuple)) else float(values)
 
 
 def _named(far: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:

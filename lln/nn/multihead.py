@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.init import constant_, xavier_normal_, xavier_uniform_
 
@@ -78,7 +79,7 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         beta: float | Sequence[float] | Tensor | None = None,
         sharpness: float = 1.0,
         normalize_keys: bool = False,
-        mix: str = "average",
+        mix: str | float | Sequence[float] | Tensor = "average",
         gamma: float | Sequence[float] | Tensor | None = None,
         far: str | None = None,
         feature_map: str = "identity",
@@ -191,9 +192,9 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
 
     def forward(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        query: Float[Tensor, "... dim"],
+        key: Float[Tensor, "... kdim"],
+        value: Float[Tensor, "... vdim"],
         key_padding_mask: Tensor | None = None,
         need_weights: bool = True,
         attn_mask: Tensor | None = None,
@@ -203,6 +204,9 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         """Attend with torch's shapes and conventions.
 
         Args:
+            query, key, value: Tokens ``[B, N, dim]``, ``[B, M, kdim]`` and ``[B, M, vdim]`` with
+                ``batch_first=True``, else ``[N, B, dim]`` and so on; ``[N, dim]`` without a batch;
+                any floating dtype. Heads are made here.
             key_padding_mask: True (or −inf) = ignore this key. In self-attention (``query is key``)
                 the same tokens are also left out of the query statistics; with another ``query``
                 every one of its tokens counts.
@@ -285,11 +289,18 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
 
     @torch.no_grad()
     def calibrate_(
-        self, query: Tensor, key: Tensor | None = None, key_padding_mask: Tensor | None = None
+        self,
+        query: Float[Tensor, "... dim"],
+        key: Float[Tensor, "... kdim"] | None = None,
+        key_padding_mask: Tensor | None = None,
     ) -> LLNMultiheadAttention:
         """Set the stored statistics from these inputs; ``key`` defaults to ``query``.
 
         See :meth:`lln.nn.LLNAttention.calibrate_`. Returns the module.
+
+        Args:
+            query, key: Tokens ``[B, N, dim]`` and ``[B, M, kdim]``, laid out as in ``forward``, any
+                floating dtype.
         """
         key = query if key is None else key
         self._check_inputs(query, key)

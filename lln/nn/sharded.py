@@ -38,6 +38,7 @@ def attend(
         "is_causal": is_causal,
         "normalize_keys": matching.normalize_keys,
         "method": matching.method,
+        "target": matching.target,
         "impl": module.impl,
     }
     if isinstance(module.statistics, RunningStatistics) and module.training:
@@ -54,8 +55,8 @@ def attend(
             options |= {"mix": "joint", "far": local.far}
             if module.level is not None and module.level.stored is not None:
                 options["gamma"] = module.stored_level()
-        elif module.mix_logit is not None:
-            options["mix"] = module.mix_logit.sigmoid()
+        elif (weight := module.mix_weight()) is not None:
+            options["mix"] = weight
     out = functional.attention(q, k, v, **options)
     return out if module.conv_weight is None else out + _convolution(module, q, k, v, **options)
 
@@ -132,7 +133,6 @@ def _check_possible(module: LLNAttention, dropout: float) -> None:
         "feature_map with statistics='sample'": measured and module.features is not None,
         "before_rotation": getattr(module.features, "before_rotation", False),
         "center_keys": module.center is not None,
-        "target='measured' with statistics='sample'": measured and matching.target != "product",
         "sharpness with statistics='sample'": measured and matching.sharpness != 1,
         "learn_scale with statistics='sample'": measured and module.learn_scale,
         "an offset of gamma with statistics='sample'": measured and offset != 0,

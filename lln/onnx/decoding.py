@@ -48,7 +48,12 @@ class DecodingStep(nn.Module):
         log_mass: Float[Tensor, "B Hkv S"],
         mean: Float[Tensor, "B Hkv S E"],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Output ``[B, H, n, E]``, and the state after these tokens."""
+        """Output ``[B, H, n, E]``, and the state after these tokens.
+
+        Args:
+            q, k, v: ``[B, H, n, D]``, ``[B, Hkv, n, D]`` and ``[B, Hkv, n, E]``, of the floating
+                dtype that the graph was exported with.
+        """
         _, queries, keys = self.core.decoding_inputs(q, k)
         alpha, beta = self.core.scales()
         out, state = prefill(

@@ -107,8 +107,12 @@ def read_mix(mix: object, heads: int, like: Tensor) -> Tensor | None:
     """The weight of LLN per head, ``[H]``; None for "average" and "joint"."""
     if isinstance(mix, str):
         if mix not in MIXES:
+            learned = (
+                " (a parameter is learned by lln.nn.LLNAttention; give its value, mix_weight())"
+            )
             raise ValueError(
                 f"mix={mix!r} is unknown; pass 'average', 'joint', a number or a tensor [{heads}]"
+                + (learned if mix == "learned" else "")
             )
         return None
     if isinstance(mix, bool) or not isinstance(mix, (Real, Tensor)):

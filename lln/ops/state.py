@@ -94,6 +94,7 @@ def summarize(
         L_l = logsumexp_j(beta k_jl),     M_l = sum_j exp(beta k_jl - L_l) v_j
 
     Args:
+        k, v: Keys ``[B, Hkv, M, D]`` and values ``[B, Hkv, M, E]``, any floating dtype.
         beta: A number, ``[Hkv]`` or ``[B, Hkv]``, from :func:`lln.match_moments`.
         key_mask: True = may be attended; masking a key equals leaving it out.
         normalize_keys: Use log_softmax_l(beta k_j) as key features: the unbiased variant.
@@ -128,6 +129,7 @@ def read(
         A_il = softmax_l(alpha q_il + L_l),     out_i = sum_l A_il M_l
 
     Args:
+        q: Queries ``[B, H, N, D]``, any floating dtype.
         alpha: A number, ``[H]`` or ``[B, H]``, from :func:`lln.match_moments`.
         impl: "triton", "eager" or "reference"; None takes the fastest that accepts the tensors.
 

@@ -155,7 +155,7 @@ def test_alpha_and_beta_are_matched_when_left_out():
     from lln import moments
 
     q, k = gaussian(64, 16, heads=2)
-    alpha, beta = moments.calibrate(q, k)
+    alpha, beta = moments.measure_scales(q, k)
     found = measure(q, k, kernel="lln")
     expected = measure(q, k, kernel="lln", alpha=alpha, beta=beta)
     assert torch.equal(found.entropy, expected.entropy)

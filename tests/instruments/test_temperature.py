@@ -48,7 +48,7 @@ def test_lln_temperature_without_a_line_is_measured():
 def test_matched_lln_has_the_temperature_of_softmax():
     """Eq. (10) inserted into eq. (11) gives eq. (5) back."""
     q, k = gaussian(100, 64, temperature=0.7, heads=4)
-    alpha, beta = moments.calibrate(q, k)
+    alpha, beta = moments.measure_scales(q, k)
     got = lln_temperature(q, k, alpha=alpha, beta=beta, fit=moments.PAPER)
     assert torch.allclose(got, temperature(q, k), rtol=1e-5)
 

@@ -1,11 +1,11 @@
-"""calibrate: from q and k to alpha and beta."""
+"""measure_scales: from q and k to alpha and beta."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from lln.moments import PAPER, calibrate, match_moments, score_variance, standard_deviations
+from lln.moments import PAPER, match_moments, measure_scales, score_variance, standard_deviations
 from tests.helpers import random_qkv
 
 METHODS = ("paper", "variance", "entropy", PAPER)
@@ -19,7 +19,7 @@ def test_is_measuring_and_matching(method, target, normalize_keys):
     q, k = 1.5 * q + 0.3, k * torch.tensor([0.5, 2.0])[:, None, None]
     masks = {"key_mask": torch.rand(3, 7) > 0.3, "query_mask": torch.rand(3, 9) > 0.3}
     options = {"method": method, "normalize_keys": normalize_keys}
-    alpha, beta = calibrate(q, k, target=target, **masks, **options)
+    alpha, beta = measure_scales(q, k, target=target, **masks, **options)
     variance = score_variance(q, k, **masks) if target == "measured" else None
     expected = match_moments(
         *standard_deviations(q, k, **masks), 8, score_variance=variance, **options
@@ -32,18 +32,18 @@ def test_is_measuring_and_matching(method, target, normalize_keys):
 def test_targets_differ_where_features_go_together():
     profile = torch.linspace(0.1, 3, 16, dtype=torch.float64)
     q, k, _ = (x * profile for x in random_qkv(1, 1, 300, width=16))
-    product, _ = calibrate(q, k, method="entropy")
-    measured, _ = calibrate(q, k, method="entropy", target="measured")
+    product, _ = measure_scales(q, k, method="entropy")
+    measured, _ = measure_scales(q, k, method="entropy", target="measured")
     assert measured.item() > 1.05 * product.item()
 
 
 def test_samples_and_heads_do_not_see_each_other():
     q, k, _ = random_qkv(3, 4, 9, key_heads=2)
-    alpha, beta = calibrate(q, k)
+    alpha, beta = measure_scales(q, k)
     louder_q, louder_k = q.clone(), k.clone()
     louder_q[1, :2] *= 5
     louder_k[1, 0] *= 5
-    louder = calibrate(louder_q, louder_k)
+    louder = measure_scales(louder_q, louder_k)
     changed = torch.zeros(3, 4, dtype=torch.bool)
     changed[1, :2] = True
     assert torch.equal(louder[0] != alpha, changed)
@@ -52,7 +52,7 @@ def test_samples_and_heads_do_not_see_each_other():
 
 def test_is_a_constant_of_the_backward_pass():
     q, k, _ = (x.requires_grad_() for x in random_qkv(1, 2, 5))
-    assert not any(scale.requires_grad for scale in calibrate(q, k, target="measured"))
+    assert not any(scale.requires_grad for scale in measure_scales(q, k, target="measured"))
 
 
 @pytest.mark.parametrize("target", ["product", "measured"])
@@ -72,13 +72,13 @@ def test_always_finite(method, target):
         (1e-6 * q, 1e-6 * k, {}),
     ]
     for case_q, case_k, masks in cases:
-        for scale in calibrate(case_q, case_k, method=method, target=target, **masks):
+        for scale in measure_scales(case_q, case_k, method=method, target=target, **masks):
             assert scale.isfinite().all() and (scale >= 0).all()
 
 
 def test_half_precision_inputs_get_float32_scales():
     q, k, _ = (x.half() for x in random_qkv(1, 2, 6))
-    alpha, beta = calibrate(q, k)
+    alpha, beta = measure_scales(q, k)
     assert alpha.dtype == beta.dtype == torch.float32
 
 
@@ -87,7 +87,7 @@ def test_compile_keeps_one_graph():
     torch.compiler.reset()
 
     def scales(q, k, mask):
-        return calibrate(q, k, key_mask=mask, method="entropy", target="measured")
+        return measure_scales(q, k, key_mask=mask, method="entropy", target="measured")
 
     compiled = torch.compile(scales, fullgraph=True, dynamic=True, backend="eager")
     for tokens in (9, 12):
@@ -99,4 +99,4 @@ def test_compile_keeps_one_graph():
 def test_unknown_target_is_explained():
     q, k, _ = random_qkv()
     with pytest.raises(ValueError, match=r"target='scores'.*'product' or 'measured'"):
-        calibrate(q, k, target="scores")
+        measure_scales(q, k, target="scores")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lln.moments import calibrate, match_moments, score_variance, standard_deviations
+from lln.moments import match_moments, measure_scales, score_variance, standard_deviations
 from tests.helpers import never_waiting, random_qkv
 
 pytestmark = pytest.mark.gpu
@@ -42,10 +42,10 @@ def test_statistics_match_the_cpu(inputs, dtype):
 def test_calibration_matches_the_cpu_and_never_waits(inputs, method, normalize_keys):
     options = {"method": method, "normalize_keys": normalize_keys, "target": "measured"}
     q, k, masks = on_gpu(*inputs)
-    calibrate(q, k, **masks, **options)  # compiles kernels
+    measure_scales(q, k, **masks, **options)  # compiles kernels
     with never_waiting():
-        got = calibrate(q, k, **masks, **options)
-    expected = calibrate(*inputs[:2], **inputs[2], **options)
+        got = measure_scales(q, k, **masks, **options)
+    expected = measure_scales(*inputs[:2], **inputs[2], **options)
     for x, y in zip(got, expected, strict=True):
         assert x.is_cuda
         torch.testing.assert_close(x.cpu(), y, rtol=1e-5, atol=1e-6)

@@ -23,7 +23,9 @@ def test_sample_statistics_match_the_reference(kv_heads, target, normalize_keys)
     key_mask, query_mask = padding([17, 9], 17), padding([13, 5], 13)
     core = LLNAttention(4, 8, num_kv_heads=kv_heads, target=target, normalize_keys=normalize_keys)
     masks = {"key_mask": key_mask, "query_mask": query_mask}
-    alpha, beta = moments.calibrate(q, k, target=target, normalize_keys=normalize_keys, **masks)
+    alpha, beta = moments.measure_scales(
+        q, k, target=target, normalize_keys=normalize_keys, **masks
+    )
     expected = reference.bidirectional(
         q, k, v, alpha=alpha, beta=beta, key_mask=key_mask, normalize_keys=normalize_keys
     )

@@ -135,7 +135,7 @@ def test_matches_the_reference(diag_block):
     q, k, v = (
         (x @ w.T).unflatten(-1, (2, 4)).transpose(1, 2) for w in layer.in_proj_weight.chunk(3)
     )
-    alpha, beta = moments.calibrate(q, k, key_mask=valid, query_mask=valid)
+    alpha, beta = moments.measure_scales(q, k, key_mask=valid, query_mask=valid)
     matrix = reference.lln_matrix(q, k, alpha=alpha, beta=beta, key_mask=valid)
     if diag_block is not None:
         local = reference.block_diagonal_matrix(q, k, block=3, scale=0.5, key_mask=valid)

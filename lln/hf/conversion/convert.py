@@ -23,24 +23,17 @@ from lln.hf.positions import owner_of
 from lln.hf.replace import Replacement, attention_modules, replace
 from lln.hf.rotation import check_rotation
 from lln.nn.feature_maps import LOG_FEATURES
+from lln.nn.presets import recommended
 
 Batch = Mapping[str, Any]
 EVERY = 50  # updates between two writes of a stage
 
 #: Options of near/far attention in a converted encoder: 128 near keys for a query, learned slots.
-ENCODER: Mapping[str, Any] = MappingProxyType(
-    {
-        "diag_block": 128,
-        "feature_map": "learned",
-        "center_keys": True,
-        "learn_scale": True,
-        "statistics": "fixed",
-        "method": "entropy",
-        "sharpness": 0.6,
-    }
-)
+ENCODER: Mapping[str, Any] = MappingProxyType(recommended("convert-encoder", version=1))
 #: The same for a decoder: the window reaches back over 128 to 256 keys, and to the first tokens.
-DECODER: Mapping[str, Any] = MappingProxyType({**ENCODER, "diag_overlap": 128, "sinks": 4})
+DECODER: Mapping[str, Any] = MappingProxyType(
+    {**recommended("convert-decoder", version=1), "center_keys": True}
+)
 
 
 @dataclass

@@ -24,7 +24,7 @@ class MaskMeaning:
     unreadable: str = ""
 
 
-def read_mask(
+def read_sdpa_mask(
     mask: object, *, is_causal: bool, samples: int, queries: int, keys: int
 ) -> MaskMeaning:
     """Read a mask as ``scaled_dot_product_attention`` takes it.

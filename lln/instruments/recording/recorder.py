@@ -27,7 +27,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from lln.instruments.recording.attention_call import AttentionCall, Branches, readable
-from lln.instruments.recording.masks import MaskMeaning, read_mask
+from lln.instruments.recording.masks import MaskMeaning, read_sdpa_mask
 from lln.ops.dispatch import IMPLEMENTATIONS
 
 LLN_OPS = (
@@ -115,7 +115,7 @@ class _Recorder:
         if q.dim() != 4 or q.is_nested or q.numel() == 0 or k.numel() == 0:
             return
         samples = min(self.samples, q.shape[0])
-        seen = read_mask(
+        seen = read_sdpa_mask(
             mask, is_causal=is_causal, samples=samples, queries=q.shape[2], keys=k.shape[2]
         )
         if options.pop("unreadable", ""):
@@ -159,8 +159,7 @@ class _Recorder:
         branches, local = None, options if op in ("lln_diag", "near_far") else None
         if self.diagonal is not None and self.diagonal[0] is q:
             caller = self.stack[-1] if self.stack else None
-            logit = _mix_logit(caller)
-            local = {**self.diagonal[1], "mix": None if logit is None else logit.sigmoid()}
+            local = {**self.diagonal[1], "mix": _mix_weight(caller)}
         self.diagonal = None
         if local is not None:
             mix = local.get("mix")
@@ -195,11 +194,12 @@ class _Recorder:
         )
 
 
-def _mix_logit(caller: nn.Module | None) -> Tensor | None:
-    """The learned mix of the module that attends: its own, its core's, or a model's layer's."""
+def _mix_weight(caller: nn.Module | None) -> Tensor | None:
+    """The weight of LLN in the module that attends: its own, its core's, or a model's layer's."""
     places = (caller, getattr(caller, "attention", None), getattr(caller, "lln", None))
-    found = (getattr(place, "mix_logit", None) for place in places)
-    return next((logit for logit in found if logit is not None), None)
+    found = (getattr(place, "mix_weight", None) for place in places)
+    known = next((weight for weight in found if weight is not None), None)
+    return None if known is None else known()
 
 
 class _TorchFunctions(TorchFunctionMode):

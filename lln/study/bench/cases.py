@@ -174,7 +174,7 @@ def _softmax_reference(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> T
 
 
 def _recommended_reference(q: Tensor, k: Tensor, v: Tensor, mix: Tensor, filters: Tensor) -> Tensor:
-    alpha, beta = moments.calibrate(q, k, method=RECOMMENDED["method"])
+    alpha, beta = moments.measure_scales(q, k, method=RECOMMENDED["method"])
     block, scale = RECOMMENDED["diag_block"], 1 / math.sqrt(q.shape[-1])
     local = reference.block_diagonal(q, k, v, block=block, scale=scale)
     linear = reference.bidirectional(q, k, v, alpha=alpha, beta=beta)
@@ -193,7 +193,7 @@ def expected(case: Case, *tensors: Tensor) -> Tensor:
     if case.impl in SOFTMAX:
         return _softmax_reference(q, k, v, is_causal=case.op == "causal")
     if case.op == "measured":
-        alpha, beta = moments.calibrate(q, k)
+        alpha, beta = moments.measure_scales(q, k)
         return reference.bidirectional(q, k, v, alpha=alpha, beta=beta)
     return _ours(case.op, "reference")(q, k, v, *features)
 

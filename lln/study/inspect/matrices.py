@@ -38,7 +38,7 @@ def forms(
     q, k = q.double(), k.double()
     k = reference.repeat_heads(k, q.shape[1])
     scale = q.shape[-1] ** -0.5
-    alpha, beta = moments.calibrate(q, k, method="entropy")
+    alpha, beta = moments.measure_scales(q, k, method="entropy")
     gamma = moments.match_level(q, k, alpha=alpha, beta=beta, block=block)
     linear = reference.lln_matrix(q, k, alpha=alpha, beta=beta)
     near = reference.block_diagonal_matrix(q, k, block=block, scale=scale)

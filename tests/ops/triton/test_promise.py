@@ -152,7 +152,7 @@ def test_statistics_and_convolution_launch_nothing_either(impl, ran, device):
     lln.attention(q, k, v, impl=impl)
     *given, cu = packed(device)
     lln.attention_varlen(*given, cu, impl=impl)
-    moments.calibrate(q, k, impl=impl)
+    moments.measure_scales(q, k, impl=impl)
     convolve_tokens(v, torch.ones(1, 3, device=device), impl=impl)
     assert "triton" not in ran
     lln.attention(q, k, v, impl="triton")

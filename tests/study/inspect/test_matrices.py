@@ -18,7 +18,7 @@ from tests.study.inspect.test_inspect import TEXT, save
 def test_the_forms_are_those_of_the_library():
     q, k = torch.randn(2, 1, 3, 40, 16, dtype=torch.float64).unbind()
     eye = torch.eye(40, dtype=torch.float64).expand(1, 3, 40, 40)
-    alpha, beta = moments.calibrate(q, k, method="entropy")
+    alpha, beta = moments.measure_scales(q, k, method="entropy")
     blocks = {"alpha": alpha, "beta": beta, "diag_block": 8}
     expected = {
         "softmax": torch.nn.functional.scaled_dot_product_attention(q, k, eye),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lln.instruments import fit_lognormal, measure, temperature
-from lln.moments import calibrate
+from lln.moments import measure_scales
 from lln.records.rows import Row
 from lln.study.data import bundled as data
 
@@ -139,7 +139,7 @@ def _describe(q: Tensor, k: Tensor) -> Row:
     }
     for method in ("paper", "variance", "entropy"):
         for target in ("product", "measured"):
-            alpha, beta = calibrate(q, k, method=method, target=target)
+            alpha, beta = measure_scales(q, k, method=method, target=target)
             options = {"kernel": "lln", "alpha": alpha, "beta": beta}
             found = measure(q, k, measures=("entropy",), **options).entropy
             values[f"entropy_{method}_{target}"] = found

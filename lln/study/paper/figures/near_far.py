@@ -48,7 +48,7 @@ def concentration_rows() -> Iterator[Row]:
 def _rows_of_both(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Evenly spaced rows of softmax's matrix and of the joint one, and which keys are near."""
     tokens, scale = q.shape[2], q.shape[3] ** -0.5
-    alpha, beta = moments.calibrate(q, k, method="entropy")
+    alpha, beta = moments.measure_scales(q, k, method="entropy")
     gamma = moments.match_level(q, k, alpha=alpha, beta=beta, block=BLOCK)
     index = torch.arange(0, tokens, max(1, tokens // ROWS))
     near = reference.near_field(tokens, tokens, block=BLOCK)[0, 0][index]
@@ -70,7 +70,7 @@ def retrieval_rows() -> Iterator[Row]:
     q = k[:, :, target]
     scores = reference.softmax_scores(q, k, scale=head_dim**-0.5)[0, 0]
     yield {"slots": None, "feature_map": "softmax", "found": _share_found(scores, target)}
-    alpha, beta = (x.double() for x in moments.calibrate(q, k, method="entropy"))
+    alpha, beta = (x.double() for x in moments.measure_scales(q, k, method="entropy"))
     for family in ("rotations", "signs"):
         for multiple in (1, 2, 4, 8, 16):
             if family == "signs" and multiple == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lln.instruments import fit_lognormal, lln_temperature, log_variance, temperature
-from lln.moments import PAPER, calibrate, fit_line
+from lln.moments import PAPER, fit_line, measure_scales
 from lln.records.rows import Row
 from lln.study.paper.figures import matching, sums
 from lln.study.paper.figures.inputs import ATTENTIONS, gaussian
@@ -90,7 +90,7 @@ def fenton_range() -> Evidence:
 
 def matching_returns_the_temperature() -> Evidence:
     q, k = gaussian(256, 64, seed=0, score_variance=2.0)
-    alpha, beta = calibrate(q, k)
+    alpha, beta = measure_scales(q, k)
     ours = lln_temperature(q, k, alpha=alpha, beta=beta, fit=PAPER).item()
     theirs = temperature(q, k).item()
     return Evidence(

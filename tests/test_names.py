@@ -1,0 +1,296 @@
+"""The public names: what each means, where it stands, and what it was called before."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lln
+from lln.aliases import OLD_NAMES
+from lln.nn import RECOMMENDED, LLNAttention, LLNMultiheadAttention, preset_of, recommended
+from lln.nn.presets import PRESETS
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = ["lln", *(f"lln.{name}" for name in lln._MODULES)]
+
+
+def inputs(heads: int = 4, key_heads: int = 2, tokens: int = 12, size: int = 8):
+    return (torch.randn(2, n, tokens, size) for n in (heads, key_heads, key_heads))
+
+
+# target ---------------------------------------------------------------------------------------
+
+
+def test_target_means_the_same_in_function_and_module():
+    q, k, v = inputs()
+    q = 2 * q * torch.linspace(0.1, 3, 8)
+    k = 2 * k * torch.linspace(0.1, 3, 8)
+    masks = {"key_mask": torch.arange(12) < torch.tensor([[12], [7]])}
+    outputs = {}
+    for target in ("product", "measured"):
+        outputs[target] = lln.attention(q, k, v, target=target, method="entropy", **masks)
+        core = LLNAttention(4, 8, num_kv_heads=2, target=target, method="entropy")
+        torch.testing.assert_close(outputs[target], core(q, k, v, **masks))
+    assert (outputs["product"] - outputs["measured"]).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="target='scores' is unknown"):
+        lln.attention(q, k, v, alpha=1.0, beta=1.0, target="scores")
+
+
+@pytest.mark.parametrize("options", [{}, {"diag_block": 4, "mix": "joint"}], ids=str)
+def test_target_of_packed_sequences_is_that_of_each(options):
+    q, k, v = (x[0].transpose(0, 1) for x in inputs(tokens=15))
+    cu = torch.tensor([0, 4, 4, 15])
+    mask = torch.rand(15) > 0.3
+    mask[:4] = False  # a sequence without a valid token
+    given = {"target": "measured", "method": "entropy", **options}
+    packed = lln.attention_varlen(q, k, v, cu, key_mask=mask, query_mask=mask, **given)
+    for start, end in ((0, 4), (4, 15)):
+        alone = [x[start:end].transpose(0, 1)[None] for x in (q, k, v)]
+        seen = mask[None, start:end]
+        out = lln.attention(*alone, key_mask=seen, query_mask=seen, **given)
+        torch.testing.assert_close(packed[start:end], out[0].transpose(0, 1), rtol=1e-5, atol=1e-6)
+    nothing = lln.attention_varlen(q[:0], k[:0], v[:0], cu[:1], target="measured")
+    assert nothing.shape == (0, 4, 8)
+
+
+# mix ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mix", ["average", "joint", 0.3, [0.1, 0.2, 0.8, 1.0]], ids=str)
+def test_mix_means_the_same_in_function_module_and_zoo(mix):
+    q, k, v = inputs(key_heads=4)
+    out = lln.attention(
+        q, k, v, diag_block=4, mix=torch.tensor(mix) if isinstance(mix, list) else mix
+    )
+    made = lln.create("lln_diag", dim=32, num_heads=4, diag_block=4, mix=mix)
+    for core in (LLNAttention(4, 8, diag_block=4, mix=mix), made.core):
+        torch.testing.assert_close(core(q, k, v), out)
+    whole = LLNMultiheadAttention(32, 4, diag_block=4, mix=mix)
+    torch.testing.assert_close(whole.attention(q, k, v), out)
+
+
+def test_a_fixed_mix_is_kept_and_dropped_out_like_a_learned_one():
+    q, k, v = inputs()
+    fixed = LLNAttention(4, 8, num_kv_heads=2, diag_block=4, mix=torch.tensor([0.1, 0.4, 0.5, 0.9]))
+    learned = LLNAttention(4, 8, num_kv_heads=2, diag_block=4, mix="learned")
+    assert learned.mix_logit is not None
+    learned.mix_logit.data = torch.tensor([0.1, 0.4, 0.5, 0.9]).logit()
+    torch.testing.assert_close(fixed(q, k, v), learned(q, k, v))
+    torch.testing.assert_close(fixed.mix_weight(), learned.mix_weight())
+    assert not dict(fixed.named_parameters()) and "mix=[0.1" in repr(fixed)
+    with torch.device("meta"):
+        empty = LLNAttention(4, 8, num_kv_heads=2, diag_block=4, mix=[0.1, 0.4, 0.5, 0.9])
+    empty.load_state_dict(fixed.state_dict(), assign=True)
+    torch.testing.assert_close(empty(q, k, v), fixed(q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("mix", "error", "message"),
+    [
+        ("both", ValueError, "mix='both' is unknown; choose from average, learned, joint"),
+        (1.5, ValueError, r"mix=1.5 is not in \[0, 1\]"),
+        ([0.5, 0.5], ValueError, r"mix has shape \[2\]; pass a number or \[4\]"),
+        (None, TypeError, "mix=None is not possible; choose from average, learned, joint"),
+        (True, TypeError, "mix=True is not possible"),
+    ],
+)
+def test_a_wrong_mix_of_a_module_is_refused(mix, error, message):
+    with pytest.raises(error, match=message):
+        LLNAttention(4, 8, diag_block=4, mix=mix)
+
+
+def test_the_function_says_where_a_mix_is_learned():
+    q, k, v = inputs()
+    with pytest.raises(ValueError, match=r"mix='learned' is unknown.*learned by lln.nn.LLNAtt"):
+        lln.attention(q, k, v, diag_block=4, mix="learned")
+
+
+# presets --------------------------------------------------------------------------------------
+
+
+def test_presets_have_versions_that_never_change():
+    """A new winner gets a new number: these are the ones that models were saved with."""
+    first = {"method": "entropy", "mix": "learned", "diag_block": 128, "conv": 33}
+    assert recommended("encoder", version=1) == first == dict(RECOMMENDED)
+    shared = {"diag_block": 128, "feature_map": "learned", "learn_scale": True, "sharpness": 0.6}
+    shared |= {"statistics": "fixed", "method": "entropy"}
+    assert recommended("convert-encoder", version=1) == {**shared, "center_keys": True}
+    decoder = {**shared, "diag_overlap": 128, "sinks": 4}
+    assert recommended("convert-decoder", version=1) == decoder
+    for task, versions in PRESETS.items():
+        assert recommended(task) == recommended(task, max(versions))
+        name, options = versions[max(versions)]
+        module = lln.create(name, dim=16, num_heads=2, **options)
+        assert isinstance(module.core, LLNAttention)
+        assert preset_of(name, options) == {"task": task, "version": max(versions)}
+
+
+def test_a_preset_is_a_copy_and_unknown_ones_are_named():
+    recommended()["diag_block"] = 1
+    assert recommended()["diag_block"] == 128
+    with pytest.raises(ValueError, match=r"task='encodr' is unknown; did you mean 'encoder'\?"):
+        recommended("encodr")
+    with pytest.raises(ValueError, match="version=7 of the preset 'encoder' is unknown; there is"):
+        recommended("encoder", version=7)
+
+
+def test_only_a_whole_preset_is_named():
+    assert preset_of("lln_diag", {**RECOMMENDED, "dropout": 0.1}) == {
+        "task": "encoder",
+        "version": 1,
+    }
+    assert preset_of("lln_diag", {**RECOMMENDED, "conv": 3}) is None
+    assert preset_of("lln_nearfar", dict(RECOMMENDED)) is None
+    assert preset_of("performer", {}) is None
+
+
+def test_saved_models_name_the_version_of_their_preset(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    import lln.hf
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(**sizes, intermediate_size=8, vocab_size=20)
+    model = transformers.BertModel(config)
+    undo = lln.hf.replace(model, "lln_diag", quiet=True, **recommended("encoder", version=1))
+    model.save_pretrained(tmp_path / "preset")
+    undo()
+    lln.hf.replace(model, "lln_diag", quiet=True, diag_block=4, mix=torch.tensor([0.2, 0.7]))
+    model.save_pretrained(tmp_path / "own")
+    saved = {
+        name: json.loads((tmp_path / name / "config.json").read_text())["lln"][0]
+        for name in ("preset", "own")
+    }
+    assert saved["preset"]["preset"] == {"task": "encoder", "version": 1}
+    assert saved["preset"]["options"].items() >= dict(RECOMMENDED).items()
+    assert "preset" not in saved["own"]
+    for name in saved:
+        again = lln.hf.load(tmp_path / name)
+        assert again.config.lln == [saved[name]]
+    assert again.encoder.layer[0].attention.self.lln.mix_weight().tolist() == pytest.approx(
+        [0.2, 0.7]
+    )
+
+
+# names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("old", OLD_NAMES)
+def test_old_names_work_and_say_what_they_are_called_now(old):
+    module, _, name = old.rpartition(".")
+    with pytest.warns(DeprecationWarning, match=f"{old} is called {OLD_NAMES[old]} now") as said:
+        found = getattr(importlib.import_module(module), name)
+    assert said[0].filename == __file__  # the line of the caller
+    place, _, new = OLD_NAMES[old].rpartition(".")
+    assert found is getattr(importlib.import_module(place), new)
+    assert name not in importlib.import_module(module).__all__
+
+
+def test_names_of_0_1_0_are_still_there():
+    """What programs written for 0.1.0 import, by its documentation."""
+    known = {
+        "lln": "State attention attention_varlen create describe instruments list_mechanisms "
+        "match_moments moments nn prefill read summarize which hf distributed",
+        "lln.nn": "RECOMMENDED LLNAttention LLNMultiheadAttention",
+        "lln.moments": "PAPER MomentFit calibrate fit_line match_moments score_variance "
+        "standard_deviations",
+        "lln.distributed": "attention",
+        "lln.instruments": "KERNELS MEASURES CausalMatrixWarning Concentration LogNormalFit "
+        "centred_singular_value column_bias effective_tokens entropy fit_lognormal flop_counter "
+        "lln_temperature log_variance measure monitor mutual_information read_rows renyi2_entropy "
+        "row_variance second_eigenvalue spectral_gap temperature",
+        "lln.hf": "Replacement StateLayer calibrate load register replace transfer",
+    }
+    for module, names in known.items():
+        for name in names.split():
+            there = name in importlib.import_module(module).__all__
+            assert there or f"{module}.{name}" in OLD_NAMES, f"{module}.{name}"
+
+
+def test_an_unknown_name_is_no_old_one():
+    with pytest.raises(AttributeError, match=r"'lln.moments' has no attribute 'calibrat'"):
+        lln.moments.calibrat  # noqa: B018
+    assert not hasattr(lln.moments, "__wrapped__")
+
+
+def test_one_name_is_one_function():
+    """Two functions of a name in two places would do different things: they are told apart."""
+    defined = re.compile(r"^def (read_mask|calibrate|calibrate_packed)\(", flags=re.M)
+    found = [
+        name
+        for path in (ROOT / "lln").rglob("*.py")
+        for name in defined.findall(path.read_text(encoding="utf-8"))
+    ]
+    assert sorted(found) == ["calibrate", "read_mask"], found  # those of lln.hf
+
+
+def test_modules_are_public_and_loaded_on_first_use():
+    assert {"hf", "distributed", "onnx", "nn", "moments", "instruments"} <= set(lln.__all__)
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['transformers', 'onnx']))\n"
+        "from lln import *\n"
+        "import lln\n"
+        "print('hf' in lln.__all__, 'onnx' in lln.__all__, 'hf' in dir(lln), nn.__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "False", "True", "lln.nn"], done.stderr
+
+
+# shapes ---------------------------------------------------------------------------------------
+
+TENSORS = ("q", "k", "v", "q_features", "k_features", "query", "key", "value")
+
+
+def callables():
+    """Every public function, class and method that takes queries, keys or values."""
+    seen = set()
+    for module in MODULES:
+        place = importlib.import_module(module)
+        for name in place.__all__:
+            value = getattr(place, name)
+            own = [(f"{module}.{name}", value)]
+            if inspect.isclass(value):
+                methods = inspect.getmembers(value, inspect.isfunction)
+                own += [
+                    (f"{module}.{name}.{key}", method)
+                    for key, method in methods
+                    if not key.startswith("_") and method.__module__.startswith("lln")
+                ]
+            for path, found in own:
+                if not inspect.isroutine(found) or id(found) in seen:
+                    continue
+                taken = [key for key in inspect.signature(found).parameters if key in TENSORS]
+                if taken:
+                    seen.add(id(found))
+                    yield path, found, taken
+
+
+def untold(function, taken) -> list[str]:
+    """What signature and docstring do not say of shapes, as ``[B, H, N, D]``, and of dtypes."""
+    documentation, missing = inspect.getdoc(function) or "", []
+    for name in taken:
+        annotation = str(inspect.signature(function).parameters[name].annotation)
+        shapes = re.findall(r"Float\[Tensor, ['\"]([^'\"]+)['\"]\]", annotation)
+        if not shapes:
+            missing.append(f"the shape of {name} in its annotation, {annotation}")
+        # torch's modules take layouts with and without a batch
+        shapes = [x.replace("...", "B N" if name == "query" else "B M") for x in shapes]
+        written = [f"[{', '.join(shape.split())}]" for shape in shapes]
+        missing += [f"{x} of {name}" for x in written if x not in documentation]
+    return missing + ([] if "floating" in documentation else ["the dtypes"])
+
+
+def test_shapes_and_types_of_queries_keys_and_values_are_told():
+    """In the signature and in the docstring of all that is public, which the API page shows."""
+    walked = {path: untold(function, taken) for path, function, taken in callables()}
+    assert {"lln.attention", "lln.which", "lln.nn.LLNAttention.forward", "lln.prefill"} <= {*walked}
+    assert {"lln.distributed.attention", "lln.moments.measure_scales"} <= {*walked}
+    assert len(walked) >= 25
+    assert not {path: missing for path, missing in walked.items() if missing}
