@@ -103,6 +103,7 @@ EXTRAS_AT_THE_TOP = {
     "cli/app.py": {"typer"},
     "cli/bench.py": {"typer"},
     "cli/train.py": {"typer"},
+    "cli/settings.py": {"typer"},
     "cli/classify.py": {"typer"},
     "cli/convert.py": {"typer"},
     "cli/export.py": {"typer"},

@@ -7,23 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
+from lln.cli.settings import with_old_flags
 from lln.cli.train import (
+    SHARED_FLAGS,
     Attention,
-    BatchSize,
-    Compile,
     Data,
-    Every,
-    Option,
     Out,
-    Precision,
-    Rate,
     Results,
-    Seed,
-    Steps,
+    Set,
     exit_if_diverged,
-    given,
-    mechanism_options,
     plain_errors,
+    settings,
     train_app,
 )
 from lln.study.train.runfolder import is_first_process
@@ -31,34 +25,24 @@ from lln.study.train.runfolder import is_first_process
 OnDamaged = Annotated[
     str, typer.Option(help="stop before training if data are damaged, or skip those.")
 ]
-MonitorEvery = Annotated[int | None, typer.Option(min=0, help="Steps; 0 = never.")]
+VIT_FLAGS = {**SHARED_FLAGS, "--patch": "patch", "--side": "side"}
+LRA_FLAGS = {**SHARED_FLAGS, "--train-size": "train_size"}
 
 
-@train_app.command("vit")
+@train_app.command("vit", cls=with_old_flags(VIT_FLAGS))
 def vit(
     recipe: Annotated[
         str | None, typer.Option(help="paper, deit-tiny or digits; default by --data.")
     ] = None,
     attention: Attention = "lln_diag",
-    option: Option = None,
     data: Annotated[
         Path | None,
         typer.Option(help="Folder of JPEGs, tar or npz; default: scikit-learn's digits."),
     ] = None,
-    on_damaged: OnDamaged = "stop",
+    settings_given: Set = None,
     out: Out = None,
     results: Results = None,
-    patch: Annotated[int | None, typer.Option(min=1, help="Its side sets the length.")] = None,
-    side: Annotated[int | None, typer.Option(min=8, help="Of the images.")] = None,
-    steps: Steps = None,
-    batch_size: BatchSize = None,
-    lr: Rate = None,
-    precision: Precision = None,
-    compile: Compile = None,
-    eval_every: Every = None,
-    save_every: Every = None,
-    monitor_every: MonitorEvery = None,
-    seed: Seed = None,
+    on_damaged: OnDamaged = "stop",
 ) -> None:
     """Train a Vision Transformer on labelled images.
 
@@ -70,21 +54,8 @@ def vit(
         from lln.study.train.progress import shown
 
         name = recipe or ("digits" if data is None else "paper")
-        changes = given(
-            patch=patch,
-            side=side,
-            steps=steps,
-            batch_size=batch_size,
-            learning_rate=lr,
-            precision=precision,
-            compile=compile,
-            eval_every=eval_every,
-            save_every=save_every,
-            monitor_every=monitor_every,
-            seed=seed,
-        )
-        options = mechanism_options(option)
-        config = tasks.configure(name, attention=attention, options=options, **changes)
+        changes = settings(settings_given, tasks.configure(name), attention)
+        config = tasks.configure(name, attention=attention, **changes)
         pictures = tasks.load(data, **tasks.reads(config), on_damaged=on_damaged)
         folder = out or Path("runs") / f"vit-{name}-{attention}-seed{config.train.seed}"
         results = results or folder / "results.jsonl"
@@ -94,31 +65,19 @@ def vit(
         exit_if_diverged(row)
 
 
-@train_app.command("lra")
+@train_app.command("lra", cls=with_old_flags(LRA_FLAGS))
 def lra(
     task: Annotated[
         str,
         typer.Option(help="listops, text, image, pathfinder, retrieval or retrieval_wiki."),
     ],
     attention: Attention = "lln_diag",
-    option: Option = None,
     data: Data = None,
-    on_damaged: OnDamaged = "stop",
-    train_size: Annotated[
-        int | None, typer.Option(min=1, help="Examples that are generated for training.")
-    ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes that generate.")] = None,
+    settings_given: Set = None,
     out: Out = None,
     results: Results = None,
-    steps: Steps = None,
-    batch_size: BatchSize = None,
-    lr: Rate = None,
-    precision: Precision = None,
-    compile: Compile = None,
-    eval_every: Every = None,
-    save_every: Every = None,
-    monitor_every: MonitorEvery = None,
-    seed: Seed = None,
+    on_damaged: OnDamaged = "stop",
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes that generate.")] = None,
     throughput: Annotated[
         bool, typer.Option("--throughput", help="Only time updates: ms and memory.")
     ] = False,
@@ -132,20 +91,8 @@ def lra(
         from lln.study.tasks import lra as tasks
         from lln.study.train.progress import shown
 
-        changes = given(
-            train_size=train_size,
-            steps=steps,
-            batch_size=batch_size,
-            learning_rate=lr,
-            precision=precision,
-            compile=compile,
-            eval_every=eval_every,
-            save_every=save_every,
-            monitor_every=monitor_every,
-            seed=seed,
-        )
-        options = mechanism_options(option)
-        config = tasks.configure(task, attention=attention, options=options, **changes)
+        changes = settings(settings_given, tasks.configure(task, attention=attention), attention)
+        config = tasks.configure(task, attention=attention, **changes)
         how = {"on_damaged": on_damaged, "workers": workers, "progress": _print_generated}
         arrays = tasks.load(data, **tasks.reads(config), **how)
         folder = out or Path("runs") / f"lra-{task}-{attention}-seed{config.train.seed}"

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
+from lln.cli.settings import LIST, read_settings, show_settings, with_old_flags
 from lln.study.train.runfolder import is_first_process
 
 train_app = typer.Typer(
@@ -23,62 +24,81 @@ train_app = typer.Typer(
     rich_markup_mode=None,
 )
 
-# Options that the commands share.
+# Options that the commands share, in the order of their help.
 Attention = Annotated[str, typer.Option(help="softmax, softmax_eager, or a name of `lln list`.")]
-Option = Annotated[
+Data = Annotated[Path | None, typer.Option(help="Folder or file; default LLN_DATA.")]
+Set = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="KEY=VALUE", help='Of the mechanism; repeat. "recommended": those for lln_diag.'
+        "--set",
+        metavar="KEY=VALUE",
+        help="A setting, by its name in sweep files: steps=500, learning_rate=1e-3, seed=1, or of "
+        "the mechanism: options.diag_block=32, options=recommended. Repeat. `--set list` shows "
+        "all of them, with their values.",
     ),
 ]
-Data = Annotated[Path | None, typer.Option(help="Folder or file; default LLN_DATA.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of the run; default runs/NAME.")]
 Results = Annotated[
     Path | None, typer.Option(help="File the result row is appended to; default OUT/results.jsonl.")
 ]
-Steps = Annotated[int | None, typer.Option(min=1, help="Updates.")]
-BatchSize = Annotated[int | None, typer.Option(min=1, help="Rows of an update, all processes.")]
-Accumulation = Annotated[int | None, typer.Option(min=1, help="Micro-batches of an update.")]
-Rate = Annotated[float | None, typer.Option("--lr", help="Largest learning rate.")]
-Precision = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")]
-Compile = Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile.")]
-Graph = Annotated[
-    bool | None, typer.Option("--graph/--no-graph", help="CUDA graphs on one GPU; default yes.")
-]
-Every = Annotated[int | None, typer.Option(min=0, help="Steps; 0 = only at the end.")]
-Seed = Annotated[int | None, typer.Option(help="Of weights, order, masking and dropout.")]
+
+# Flags of 0.1.0 and the keys of --set that they became.
+SHARED_FLAGS = {
+    "--option": "options.",
+    "--lr": "learning_rate",
+    "--compile": "compile=true",
+    "--no-compile": "compile=false",
+    **{
+        f"--{name.replace('_', '-')}": name
+        for name in (
+            *("steps", "batch_size", "precision", "eval_every", "save_every", "monitor_every"),
+            "seed",
+        )
+    },
+}
+MLM_FLAGS = {
+    **SHARED_FLAGS,
+    "--graph": "graph=true",
+    "--no-graph": "graph=false",
+    "--checkpointing": "checkpointing=true",
+    "--shard": "shard=true",
+    **{
+        f"--{name.replace('_', '-')}": name
+        for name in (
+            *("corpus", "length", "batches", "positions", "accumulation", "log_every", "keep"),
+            "patience",
+        )
+    },
+}
+GLUE_FLAGS = {
+    "--lr": "rates+",
+    "--compile": "compile=true",
+    "--no-compile": "compile=false",
+    **{
+        f"--{name.replace('_', '-')}": name
+        for name in ("epochs", "batch_size", "max_length", "precision", "seed")
+    },
+}
 
 
-def mechanism_options(pairs: list[str] | None, flag: str = "--option") -> dict[str, Any]:
-    """``["diag_block=32", "method=entropy"]`` as a dictionary; values are JSON or words.
-
-    "recommended" stands for all of :data:`lln.nn.RECOMMENDED`.
+def settings(pairs: list[str] | None, start: Any, attention: str | None = None) -> dict[str, Any]:
+    """Read ``--set`` as arguments of ``configure``; ``--set list`` shows the keys and ends.
 
     Args:
-        flag: Of the command line that they come from.
+        start: The configuration that is changed.
+        attention: The mechanism, if one can be chosen.
     """
-    found = {}
-    for pair in pairs or ():
-        if pair == "recommended":
-            from lln.nn import RECOMMENDED
+    options: Mapping[str, Any] = {}
+    if attention is not None:
+        from lln import zoo
 
-            found.update(RECOMMENDED)
-            continue
-        key, sign, value = pair.partition("=")
-        if not sign or not key:
-            raise typer.BadParameter(
-                f"{flag} {pair!r} is not KEY=VALUE, such as diag_block=32, nor 'recommended'"
-            )
-        try:
-            found[key] = json.loads(value)
-        except ValueError:
-            found[key] = value
-    return found
-
-
-def given(**values: Any) -> dict[str, Any]:
-    """The options that were given, without those left to the recipe."""
-    return {name: value for name, value in values.items() if value is not None}
+        name = "softmax" if attention.startswith("softmax") else attention
+        known = name in zoo.list_mechanisms()  # `configure` names the nearest if it is not
+        options = zoo.describe(name).defaults if known else {}
+    if pairs and LIST in pairs:
+        show_settings(start, options)
+        raise typer.Exit
+    return read_settings(pairs, start, options=list(options))
 
 
 INTERRUPTED = 130  # as shells have it: 128 and the number of the signal
@@ -116,8 +136,9 @@ def exit_if_diverged(row: Mapping[str, Any]) -> None:
         )
     if row.get("diverged"):
         raise ValueError(
-            "the run diverged, and its row says so; choose a smaller learning rate (--lr)"
-            + ("" if row["configuration"]["precision"] == "fp32" else " or --precision fp32")
+            "the run diverged, and its row says so; choose a smaller learning rate (--set "
+            + ("rates=…)" if "rates" in row["configuration"] else "learning_rate=…)")
+            + ("" if row["configuration"]["precision"] == "fp32" else " or --set precision=fp32")
             + ", and another --out"
         )
 
@@ -131,51 +152,19 @@ def _train() -> None:
     """
 
 
-@train_app.command("mlm")
+@train_app.command("mlm", cls=with_old_flags(MLM_FLAGS))
 def mlm(
     recipe: Annotated[
         str, typer.Option(help="roberta-base, roberta-small, roberta-tiny or figure-1.")
     ] = "roberta-tiny",
     attention: Attention = "lln_diag",
-    option: Option = None,
     data: Data = None,
-    corpus: Annotated[
-        str | None, typer.Option(help="What its files begin with, if the folder has several.")
-    ] = None,
+    settings_given: Set = None,
+    out: Out = None,
+    results: Results = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="A tokenizer.json instead of training one.")
     ] = None,
-    out: Out = None,
-    results: Results = None,
-    length: Annotated[int | None, typer.Option(min=8, help="Tokens of a row.")] = None,
-    batches: Annotated[str | None, typer.Option(help="packed or padded.")] = None,
-    positions: Annotated[
-        str | None, typer.Option(help="What learned positions start from: normal or sinusoid.")
-    ] = None,
-    steps: Steps = None,
-    batch_size: BatchSize = None,
-    accumulation: Accumulation = None,
-    lr: Rate = None,
-    precision: Precision = None,
-    compile: Compile = None,
-    graph: Graph = None,
-    checkpointing: Annotated[
-        bool | None, typer.Option("--checkpointing", help="Compute activations twice.")
-    ] = None,
-    shard: Annotated[
-        bool | None, typer.Option("--shard", help="FSDP2 instead of DDP on several processes.")
-    ] = None,
-    log_every: Annotated[int | None, typer.Option(min=1, help="Steps.")] = None,
-    eval_every: Every = None,
-    save_every: Every = None,
-    monitor_every: Annotated[
-        int | None, typer.Option(min=0, help="Steps between measurements; 0 = never.")
-    ] = None,
-    keep: Annotated[int | None, typer.Option(min=0, help="Checkpoints; 0 = none.")] = None,
-    patience: Annotated[
-        int | None, typer.Option(min=0, help="Evaluations without improvement; 0 = never stop.")
-    ] = None,
-    seed: Seed = None,
     throughput: Annotated[
         bool, typer.Option("--throughput", help="Only time updates, on random ids.")
     ] = False,
@@ -184,37 +173,15 @@ def mlm(
 
     Text comes from --data: .txt, .jsonl, both also .xz, or the official WikiText files; without it
     the bundled Tiny Shakespeare. Writes curves, checkpoints (model folders for lln.hf.load) and a
-    result row. --length 4096 --batches padded trains on whole articles.
+    result row. --set length=4096 --set batches=padded trains on whole articles.
     """
     with plain_errors("lln train mlm"):
         from lln.study.tasks import experiment
         from lln.study.tasks import mlm as task
         from lln.study.train.progress import shown
 
-        changes = given(
-            corpus=corpus,
-            length=length,
-            batches=batches,
-            positions=positions,
-            steps=steps,
-            batch_size=batch_size,
-            accumulation=accumulation,
-            learning_rate=lr,
-            precision=precision,
-            compile=compile,
-            graph=graph,
-            checkpointing=checkpointing,
-            shard=shard,
-            log_every=log_every,
-            eval_every=eval_every,
-            save_every=save_every,
-            monitor_every=monitor_every,
-            keep=keep,
-            patience=patience,
-            seed=seed,
-        )
-        options = mechanism_options(option)
-        config = task.configure(recipe, attention=attention, options=options, **changes)
+        changes = settings(settings_given, task.configure(recipe), attention)
+        config = task.configure(recipe, attention=attention, **changes)
         name = f"mlm-{recipe}-{attention}-seed{config.train.seed}"
         folder = out or Path("runs") / name
         results = results or folder / "results.jsonl"
@@ -245,24 +212,24 @@ def _print_end(row: dict[str, Any], folder: Path, results: Path) -> None:
     typer.echo(f"run {folder}, row in {results}")
 
 
-@train_app.command("glue")
+@train_app.command("glue", cls=with_old_flags(GLUE_FLAGS))
 def glue(
     task: Annotated[str, typer.Option(help="sst2, mnli, qnli, qqp, rte, mrpc, cola or stsb.")],
     source: Annotated[
         Path, typer.Option("--from", metavar="RUN", help="A run of `lln train mlm`, or a model.")
     ],
     data: Data = None,
+    settings_given: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A setting, by its name in sweep files: epochs=3, seed=1, rates=5e-5,1e-4 (the "
+            "best on held-out data wins). Repeat. `--set list` shows all of them.",
+        ),
+    ] = None,
     out: Out = None,
     results: Results = None,
-    rate: Annotated[
-        list[float] | None, typer.Option("--lr", help="Repeat: the best on held-out data wins.")
-    ] = None,
-    epochs: Annotated[int | None, typer.Option(min=1)] = None,
-    batch_size: BatchSize = None,
-    max_length: Annotated[int | None, typer.Option(min=8, help="Tokens of an example.")] = None,
-    precision: Precision = None,
-    compile: Compile = None,
-    seed: Seed = None,
 ) -> None:
     """Fine-tune a pre-trained model on a task of GLUE.
 
@@ -273,15 +240,7 @@ def glue(
         from lln.study.tasks import glue as tasks
         from lln.study.train.progress import shown
 
-        changes = given(
-            rates=tuple(rate) if rate else None,
-            epochs=epochs,
-            batch_size=batch_size,
-            max_length=max_length,
-            precision=precision,
-            compile=compile,
-            seed=seed,
-        )
+        changes = settings(settings_given, tasks.configure(task))
         config = tasks.configure(task, **changes)
         folder = out or Path("runs") / f"glue-{task}-{source.name}-seed{config.seed}"
         results = results or folder / "results.jsonl"

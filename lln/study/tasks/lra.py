@@ -22,11 +22,11 @@ from lln.study.tasks.classify import Classification
 from lln.study.tasks.experiment import Key
 from lln.study.tasks.models.lra import Classifier, LRASizes
 from lln.study.tasks.recipe import changed
-from lln.study.train.config import TrainConfig
+from lln.study.train.config import TrainConfig, check_whole
 from lln.study.train.seeds import seeded
 from lln.study.train.task import Summary
 
-# Of the code base, where they differ from the defaults of the zoo; --option replaces them all.
+# Of the code base, where they differ from the defaults of the zoo; options given replace them all.
 OPTIONS: dict[str, dict[str, Any]] = {
     "performer": {"num_features": 128},
     "reformer": {"rounds": 2},
@@ -58,6 +58,10 @@ class LRAConfig:
     train_size: int | None = None
     validate_on: int = 2_000
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        if self.train_size is not None:
+            check_whole("train_size", self.train_size, least=1)
 
     def settings(self) -> dict[str, Any]:
         """What a row says beside the fields of ``train``."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lln.study.tasks.recipe import changed
-from lln.study.train.config import TrainConfig
+from lln.study.train.config import TrainConfig, check_whole
 
 POSITIONS = ("normal", "sinusoid")
 
@@ -47,6 +47,9 @@ class MLMConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
+        check_whole("length", self.length, least=8)
+        for name in ("layers", "width", "heads", "feed_forward", "vocabulary", "block"):
+            check_whole(name, getattr(self, name), least=1)
         if self.positions not in POSITIONS:
             raise ValueError(
                 f"positions={self.positions!r} is unknown; choose from {', '.join(POSITIONS)}"

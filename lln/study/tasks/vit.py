@@ -21,12 +21,12 @@ from lln.study.tasks.classify import Classification
 from lln.study.tasks.experiment import Key
 from lln.study.tasks.models import softmax
 from lln.study.tasks.recipe import changed
-from lln.study.train.config import TrainConfig
+from lln.study.train.config import TrainConfig, check_whole
 from lln.study.train.seeds import seeded
 
 EVALUATION_ROWS = 500
 # For a few hundred tokens, where the defaults of the zoo are made for longer inputs; the rank is
-# that of the authors' example. --option replaces them all.
+# that of the authors' example. options given replace them all.
 OPTIONS: dict[str, dict[str, Any]] = {
     "linformer": {"rank": 64},
     "nystromformer": {"landmarks": 32},
@@ -62,6 +62,11 @@ class ViTRun:
     shift: int = 6
     jitter: float = 0.3
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        check_whole("patch", self.patch, least=1)
+        if self.side is not None:
+            check_whole("side", self.side, least=8)
 
     def settings(self) -> dict[str, Any]:
         """What a row says beside the fields of ``train``."""

@@ -361,7 +361,7 @@ class _Run:
             raise ValueError(
                 f"{self.folder} has no checkpoint of step {step}, the best on validation, so the "
                 "run cannot be tested; remove the folder to train again, with save_every "
-                "(--save-every) to keep the best"
+                "to keep the best"
             )
         owner = identity(self.task, self.config)
         reason = checkpoint.fault(found, owner, unread=(checkpoint.OPTIMIZER,))

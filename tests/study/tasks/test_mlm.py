@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lln.cli import train as cli_train
+from lln.cli import settings as cli_settings
 from lln.nn import RECOMMENDED
 from lln.records.rows import read_rows
 from lln.study.data import bundled as data
@@ -239,7 +239,7 @@ def test_the_command_trains_and_says_where(place, tmp_path):
 def test_the_recommended_options_by_one_word():
     options = ["recommended", "conv=5", "normalize_keys=true"]
     wanted = {**RECOMMENDED, "conv": 5, "normalize_keys": True}
-    assert cli_train.mechanism_options(options) == wanted
+    assert cli_settings.mechanism_options(options) == wanted
 
 
 def test_the_command_explains_what_is_wrong(place, tmp_path):
