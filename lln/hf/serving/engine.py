@@ -190,6 +190,11 @@ class Engine:
         """Seats without a stream."""
         return self.streams.count(None)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the seats hold."""
+        return sum(x.nbytes for layer in self.layers for x in layer.tensors.values())
+
     def _leave(self, seat: int) -> None:
         """An empty seat goes on with token 0 at position 0, which nobody reads."""
         self.streams[seat] = None
