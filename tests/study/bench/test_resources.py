@@ -233,15 +233,24 @@ def test_every_kernel_fits_the_device_its_tiles_were_measured_on(dtype, width, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "arch, dtype, width",
-    [(80, "float32", 64), (86, "float32", 64), (86, "bfloat16", 256), (89, "bfloat16", 128)],
+    "arch, dtype, width, ops",
+    [
+        (80, "float32", 128, ["near_far_slots"]),
+        (80, "bfloat16", 128, ["lln_diag_learned"]),
+        (86, "float32", 64, ["causal", "block_causal"]),
+        (86, "bfloat16", 256, ["bidirectional"]),
+        (89, "bfloat16", 128, ["bidirectional", "near_far"]),
+        (89, "bfloat16", 64, ["lln_diag_learned"]),
+    ],
 )
-def test_tiles_fit_devices_with_less_shared_memory(arch, dtype, width, toolchain, tmp_path):
-    """Widths and dtypes whose tiles come closest to the limit; the command compiles the rest."""
+def test_tiles_fit_devices_with_less_shared_memory(arch, dtype, width, ops, toolchain, tmp_path):
+    """What comes closest to the limits; the command compiles the rest."""
+    chosen = [part for op in ops for part in ("--op", op)]
     done = outside(
         *("-m", "lln.cli.app", "bench", "resources", "--arch", str(arch), "--width", str(width)),
-        *("--dtype", dtype, "--out", str(tmp_path), "--jobs", "1"),
+        *(*chosen, "--dtype", dtype, "--out", str(tmp_path), "--jobs", "1"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = tmp_path.glob(f"resources-sm{arch}_*.json")
-    assert all(row["fits"] for row in json.loads(path.read_text())["rows"])
+    rows = json.loads(path.read_text())["rows"]
+    assert all(row["fits"] for row in rows) and {row["op"] for row in rows} == set(ops)
