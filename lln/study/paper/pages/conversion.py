@@ -1,4 +1,4 @@
-"""The measured blocks of docs/results/conversion.md beside its table: positions, decoding."""
+"""The measured blocks of conversion beside its table: the best, positions, decoding."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lln.study.paper.pages.blocks import NOTHING_YET, Blocks, markdown_table
 from lln.study.paper.results import Row, grouped, origin_text, read
+from lln.study.paper.tables.conversion import kept
 
 
 def positions(results: Path) -> str:
@@ -50,6 +51,32 @@ def decoding(results: Path) -> str:
     return f"{markdown_table(names, lines)}\n\n{words}"
 
 
+def best(results: Path) -> str:
+    """The best conversion of every model with nothing kept, and with a few layers or heads kept."""
+    ours = [row for row in _rows(results) if row["attention"] == "lln_nearfar" and _is_learned(row)]
+    groups = grouped(ours, lambda row: (row["model"], kept(row)))
+    found = [max(own, key=lambda row: row["agreement"]) for own in groups.values()]
+    if not found:
+        return NOTHING_YET
+    lines = [
+        [row["model"], kept(row), f"{row['tokens'] / 1e6:.1f}M", *_score(row)]
+        for row in sorted(found, key=lambda row: (row["model"].lower(), row["agreement"]))
+    ]
+    names = ["converted model", "softmax kept", "tokens", "on held-out text", "softmax"]
+    return markdown_table(names, lines)
+
+
+def _is_learned(row: Row) -> bool:
+    return row["options"].get("feature_map") == "learned"
+
+
+def _score(row: Row) -> tuple[str, str]:
+    last = row["stages"][-1]
+    if row["kind"] == "encoder":
+        return f"cosine of embeddings {last['cosine_mean']:.4f}", "1"
+    return f"perplexity {last['perplexity']:.2f}", f"{last['teacher_perplexity']:.2f}"
+
+
 def _rows(results: Path) -> list[Row]:
     return read(results, "conversion") if (results / "conversion.jsonl").exists() else []
 
@@ -60,4 +87,8 @@ def _words(row: Row) -> str:
     return f"{row['attention']}{maps}, {row['recover_steps']} updates of recovery{kept}"
 
 
-BLOCKS: Blocks = {"conversion_positions": positions, "conversion_decoding": decoding}
+BLOCKS: Blocks = {
+    "conversion_best": best,
+    "conversion_positions": positions,
+    "conversion_decoding": decoding,
+}

@@ -77,8 +77,7 @@ def _softmax(row: Row, columns: Sequence[str]) -> list[str]:
 
 
 def _line(row: Row, stages: Sequence[str], encoder: bool, masked: Sequence[str] = ()) -> list[str]:
-    kept = _kept(row)
-    line = [_name(row), str(row["near_keys"] or "–"), kept, f"{row['tokens'] / 1e6:.2f}M"]
+    line = [_name(row), str(row["near_keys"] or "–"), kept(row), f"{row['tokens'] / 1e6:.2f}M"]
     for name in stages:
         stage = _stage(row, name)
         line.append(_score(stage, encoder) if stage else "–")
@@ -93,10 +92,10 @@ def _line(row: Row, stages: Sequence[str], encoder: bool, masked: Sequence[str] 
     return [*line, f"{sum(stage['seconds'] for stage in row['stages']):,.0f}"]
 
 
-def _kept(row: Row) -> str:
-    """What keeps softmax."""
+def kept(row: Row) -> str:
+    """Say what keeps softmax: "none", "7 of 30 layers", "27 heads"."""
     heads = sum(map(len, row.get("kept_heads", {}).values()))
-    words = [f"{len(row['kept'])} of {row['layers']}"] if row["kept"] else []
+    words = [f"{len(row['kept'])} of {row['layers']} layers"] if row["kept"] else []
     words += [f"{heads} heads"] if heads else []
     return " and ".join(words) or "none"
 
