@@ -17,7 +17,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-shapes test-gpu check format bench pages docs fuzz mutation clean
+.PHONY: help install demo test test-slow test-shapes test-gpu test-versions release-check check format bench pages docs \
+        fuzz mutation clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -52,6 +53,11 @@ test-shapes: install  ## the tests of ops and modules with every shape annotatio
 # Most of the time is the compilation of kernels on the CPU: many processes share the device.
 test-gpu:  ## the tests that need a CUDA device
 	OMP_NUM_THREADS=1 $(ANY_PYTHON) -m tests.in_shards $(GPU_JOBS) -m gpu -q
+
+# Environments of other versions under build/versions, a part of the tests in each; many gigabytes
+# where torch comes with CUDA.
+test-versions: install  ## oldest, pinned and newest torch, transformers and Python: a table, results/versions.json
+	$(BIN)/python -m tests.versions
 
 check: install  ## format, lint, types
 	$(BIN)/ruff format --check .

@@ -28,16 +28,16 @@ from lln.records import files, machine
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = ROOT / "build" / "versions"
 RESULTS = ROOT / "results" / "versions.json"
-TOOLS = ("pytest>=8", "hypothesis>=6.100", "beartype>=0.18", "pytest-xdist>=3.5")
+TOOLS = ("pytest>=8", "hypothesis>=6.100", "beartype>=0.18", "accelerate>=1.10")
 # A part of the suite for each thing that a version has broken before: a few minutes in all.
 PARTS = {
     "functions": ["tests/test_functional.py", "-k", "not compile"],
     "modules": ["tests/nn/test_attention.py", "tests/nn/test_running.py", "-k", "not compile"],
-    "compile": ["tests/nn/test_attention.py", "tests/ops", "tests/test_functional.py", "-k", "compile",
-                "--ignore=tests/ops/triton"],
+    "compile": ["tests/nn/test_attention.py", "tests/ops", "tests/test_functional.py",
+                "--ignore=tests/ops/triton", "-k", "compile"],
     "export": ["tests/nn/test_export.py"],
     "zoo": ["tests/test_zoo.py", "-k", "max_length or impossible or wrong or defaults"],
-    "Hugging Face": ["tests/hf/test_saving.py", "tests/hf/test_generate.py"],
+    "Hugging Face": ["tests/hf/test_saving.py", "tests/hf/test_arguments.py"],
     "saved files": ["tests/test_saved_files.py"],
     "command": ["tests/cli", "tests/test_cli.py"],
 }  # fmt: skip
