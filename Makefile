@@ -59,6 +59,9 @@ test-gpu:  ## the tests that need a CUDA device
 test-versions: install  ## oldest, pinned and newest torch, transformers and Python: a table, results/versions.json
 	$(BIN)/python -m tests.versions
 
+release-check: install  ## wheel and sdist in empty environments, with each extra; README's examples there
+	$(BIN)/python -m tests.release
+
 check: install  ## format, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

@@ -39,7 +39,7 @@ STUDY: dict[str, set[str]] = {
     "study.plots": set(),
     "study.page": set(),
     "study.paper": {"records"},
-    "study.paper.tables": {"study.page", "study.paper", "study.plots"},
+    "study.paper.tables": {"study.page", "study.paper", "study.plots", "records"},
     "study.train": {"device", "instruments", "records"},
     "study.data": {"study.train", "device", "records"},
     "study.tasks": {"study.data", "study.train", "hf", "zoo", "records"},

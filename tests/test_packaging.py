@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -12,6 +13,7 @@ import pytest
 
 import lln
 import lln.study.data.bundled
+from tests.release import disagreements
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -65,10 +67,7 @@ def test_unknown_name_is_an_attribute_error_that_lists_the_known():
 
 
 def test_version_is_the_one_of_the_changelog():
-    assert re.fullmatch(r"\d+\.\d+\.\d+", lln.__version__)
-    latest = re.search(r"^## \[(\d[^\]]*)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
-    assert latest is not None and latest[1] == lln.__version__
-    assert f"version: {lln.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert disagreements() == []
 
 
 def test_the_text_comes_with_the_package():
@@ -88,6 +87,7 @@ def test_wheel_contains_code_data_types_template_and_nothing_else(tmp_path):
         for path in (ROOT / "lln").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
+    source |= {f"lln/sweeps/{path.name}" for path in (ROOT / "sweeps").glob("*.json")}
     packaged = {name for name in names if ".dist-info/" not in name}
     assert packaged == source
     expected = {
@@ -97,3 +97,26 @@ def test_wheel_contains_code_data_types_template_and_nothing_else(tmp_path):
     }
     assert expected <= packaged
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    text = (ROOT / "lln/study/data/bundled/tinyshakespeare.txt.xz").stat().st_size
+    assert wheel.stat().st_size - text <= 1_000_000  # `make release-check` counts the text, too
+
+
+def test_what_lln_table_names_exists(tmp_path, monkeypatch):
+    """In a clone, in another folder, and where the sweep files lie in the package."""
+    from lln.records import shipped
+    from lln.study.paper.figures import from_rows
+    from lln.study.paper.tables.table import TABLES, nothing
+
+    def named() -> list[str]:
+        said = [nothing(number, tmp_path) for number in TABLES]
+        said += [from_rows.nothing(name, tmp_path) for name in from_rows.FIGURES]
+        return [match for text in said for match in re.findall(r"(\S*sweeps/\w+\.json)", text)]
+
+    monkeypatch.chdir(ROOT)
+    assert len(named()) >= 10 and all(path.startswith("sweeps/") for path in named())
+    for folder, package in ((tmp_path, shipped.PACKAGE), (tmp_path, tmp_path / "lln")):
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(shipped, "PACKAGE", package)
+        if package == tmp_path / "lln":
+            shutil.copytree(ROOT / "sweeps", package / "sweeps")
+        assert all(Path(path).is_file() for path in named()), named()

@@ -102,7 +102,7 @@ def environment(wanted: Combination, place: Path) -> str | None:
     exact = [f"{name}=={value}" if value else name for name, value in versions.items()]
     packages = ["-e", f"{ROOT}[train]", *exact, *TOOLS]
     done = subprocess.run(
-        [*_installer(place / "bin" / "python"), *packages], capture_output=True, text=True
+        [*installer(place / "bin" / "python"), *packages], capture_output=True, text=True
     )
     if done.returncode:
         said = [line for line in (done.stderr or done.stdout).strip().splitlines() if line.strip()]
@@ -111,7 +111,7 @@ def environment(wanted: Combination, place: Path) -> str | None:
     return None
 
 
-def _installer(python: Path) -> list[str]:
+def installer(python: Path) -> list[str]:
     """Prefer uv, which shares files between environments; pip does the same."""
     uv = shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
     if uv is None:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from lln.records.rows import read_rows
+from lln.records.shipped import sweeps
 from lln.study.sweep import job as jobs
 from lln.study.sweep.job import Place, Spec
 from lln.study.tasks.experiment import Key
@@ -49,7 +50,7 @@ def read(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(
-            f"{path} does not exist; pass a sweep file, such as those in sweeps/"
+            f"{path} does not exist; pass a sweep file, such as those in {sweeps()}"
         ) from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a sweep: {error}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lln.records import files
+from lln.records.shipped import runnable
 from lln.study.bench import sweep
 from lln.study.paper import results
 from lln.study.paper.figures import from_curves as training_figures
@@ -36,4 +37,5 @@ def draw(name: str, rows: Path, folder: Path) -> list[Path]:
 
 def nothing(name: str, rows: Path) -> str:
     """Say what is missing when there are no rows."""
-    return f"no rows for figure {name} in {rows}; they come from `{FIGURES[name].command}`"
+    command = runnable(FIGURES[name].command)
+    return f"no rows for figure {name} in {rows}; they come from `{command}`"

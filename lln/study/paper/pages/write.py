@@ -14,7 +14,7 @@ from pathlib import Path
 from lln.records.files import write_text
 from lln.study.paper.figures import from_curves as training_figures
 from lln.study.paper.figures import from_results as run_figures
-from lln.study.paper.pages import conversion, near_far, onnx, parallel, questions
+from lln.study.paper.pages import conversion, near_far, onnx, parallel, questions, versions
 from lln.study.paper.pages.best import best
 from lln.study.paper.pages.blocks import (
     NOTHING_YET,
@@ -119,6 +119,7 @@ BLOCKS: Blocks = {
     **conversion.BLOCKS,
     **onnx.BLOCKS,
     **parallel.BLOCKS,
+    **versions.BLOCKS,
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+from lln.records.shipped import runnable
 from lln.study.page import Table
 from lln.study.paper import results
 
@@ -46,4 +47,4 @@ def make(number: str, folder: Path) -> list[Table]:
 def nothing(number: str, folder: Path) -> str:
     """Say what is missing when there are no rows."""
     _, what, command = TABLES[number]
-    return f"no rows of {what} in {folder}; they come from `{command}`"
+    return f"no rows of {what} in {folder}; they come from `{runnable(command)}`"
