@@ -206,8 +206,9 @@ def attention_varlen(
     ``gamma`` may also be ``[S, H]``, ``[S, Hkv]`` and ``[S, H]``.
 
     Args:
-        q, k, v: ``[T, H, D]``, ``[Tk, Hkv, D]`` and ``[Tk, Hkv, E]``: the tokens of all sequences,
-            any floating dtype.
+        q: Queries of all sequences, ``[T, H, D]``, any floating dtype.
+        k: Keys of all sequences, ``[Tk, Hkv, D]``.
+        v: Values of all sequences, ``[Tk, Hkv, E]``.
         cu_seqlens_q, cu_seqlens_k: ``[S + 1]`` int32 or int64, starting at 0, never decreasing,
             ending at the number of tokens. Values are checked for CPU tensors.
         key_mask, query_mask: ``[T]``, True = may be attended / a real query.
@@ -310,8 +311,9 @@ def prefill(
     outputs as one causal :func:`attention` over all of it, at O(D E) memory per head.
 
     Args:
-        q, k, v: The next tokens, ``[B, H, N, D]``, ``[B, Hkv, N, D]`` and ``[B, Hkv, N, E]``, any
-            floating dtype; equally many of each.
+        q: Queries of the next tokens, ``[B, H, N, D]``, any floating dtype.
+        k: Their keys ``[B, Hkv, N, D]``.
+        v: Their values ``[B, Hkv, N, E]``.
         state: What came before; None at the start of the stream.
         alpha, beta: As in :func:`attention`; required, since statistics must not see the future.
         causal_block: As in :func:`attention`. Pieces then hold whole blocks. To compute a block

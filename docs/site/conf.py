@@ -20,7 +20,7 @@ suppress_warnings = ["myst.xref_missing"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"  # shapes and types beside each argument
-autoclass_content = "both"
+autoclass_content = "class"  # constructors have no words of their own
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 

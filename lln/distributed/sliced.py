@@ -78,8 +78,9 @@ def attention(
     gradients are computed the output has one, also on a process whose q, k and v need none.
 
     Args:
-        q, k, v: Its slice, ``[B, H, N, D]``, ``[B, Hkv, M, D]`` and ``[B, Hkv, M, E]``, any
-            floating dtype.
+        q: Queries of its slice, ``[B, H, N, D]``, any floating dtype.
+        k: Keys of its slice, ``[B, Hkv, M, D]``.
+        v: Values of its slice, ``[B, Hkv, M, E]``.
         group: Processes in the order of their slices, or a mesh of one dimension, such as
             ``mesh["context"]``; None is all of them. Slices may differ in length; batch, heads and
             widths may not.

@@ -111,7 +111,9 @@ class StateLayer(CacheLayerMixin):
         """Causal attention of the new tokens to themselves and to all before; moves the state.
 
         Args:
-            q, k, v: ``[B, H, N, D]``, ``[B, Hkv, N, D]``, ``[B, Hkv, N, E]``; any floating dtype.
+            q: Queries ``[B, H, N, D]``, any floating dtype.
+            k: Keys ``[B, Hkv, N, D]``.
+            v: Values ``[B, Hkv, N, E]``.
         """
         if not self._unread:
             calibration = calibration_of(core)

@@ -69,7 +69,8 @@ def measure(
     r"""Measure how one kernel would attend with these queries and keys.
 
     Args:
-        q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
+        q: Queries ``[B, H, N, D]``, any floating dtype.
+        k: Keys ``[B, Hkv, M, D]``.
         kernel: "softmax", "lln", "relu", "quadratic", "relu_linear", "quadratic_linear" or "elu";
             :data:`lln.instruments.KERNELS` has the formulas.
         alpha, beta: Of kernel="lln", as in :func:`lln.attention`; left out, they are matched to q

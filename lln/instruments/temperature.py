@@ -31,7 +31,8 @@ def temperature(
         τ_sm = 1/σ_sm = 1/√(σ_q² σ_k² + C_cross).
 
     Args:
-        q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
+        q: Queries ``[B, H, N, D]``, any floating dtype.
+        k: Keys ``[B, Hkv, M, D]``.
         target: "product" leaves out C_cross, as eq. (10) does; "measured" takes the variance of
             all scores q_iᵀk_j/√D, which defines C_cross, in O(N D²).
         key_mask, query_mask: As in :func:`lln.instruments.measure`.
@@ -67,7 +68,8 @@ def lln_temperature(
         τ_lln = 1/√(a (α²σ_q² + β²σ_k²) + b).
 
     Args:
-        q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
+        q: Queries ``[B, H, N, D]``, any floating dtype.
+        k: Keys ``[B, Hkv, M, D]``.
         alpha, beta: Numbers, ``[H]`` / ``[Hkv]`` or ``[B, H]`` / ``[B, Hkv]``.
         fit: The line (a, b), for example ``lln.moments.PAPER``. None measures instead of
             predicting: 1/√Var_j[ln P_ij], the within-row variance of the matrix itself, O(N²).

@@ -40,7 +40,8 @@ def measure_scales(
     """Measure q and k per sample and head, and match LLN attention to softmax attention on them.
 
     Args:
-        q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
+        q: Queries ``[B, H, N, D]``, any floating dtype.
+        k: Keys ``[B, Hkv, M, D]``.
         key_mask, query_mask: True = counts; the content of other tokens never matters.
         method, normalize_keys: See :func:`match_moments`.
         target: σ_sm² to match: "product", σ_q²σ_k², or "measured", the true variance of the

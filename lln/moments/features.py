@@ -79,7 +79,8 @@ def softmax_entropy(
     """Mean entropy in bits of evenly spaced rows of softmax attention, in O(rows M D).
 
     Args:
-        q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
+        q: Queries ``[B, H, N, D]``, any floating dtype.
+        k: Keys ``[B, Hkv, M, D]``.
         key_mask, query_mask: True = counts.
     """
     check_alike("q", q, "k", k)

@@ -43,7 +43,8 @@ def match_level(
     keys that of LLN's scores ln Σ_l exp(α q_il + β k_jl).
 
     Args:
-        q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
+        q: Queries ``[B, H, N, D]``, any floating dtype.
+        k: Keys ``[B, Hkv, M, D]``.
         block, overlap, sinks: Of the near field, see :func:`lln.attention` (``diag_block``, …).
         scale: Of the softmax scores; 1/sqrt(D) by default.
         q_far, k_far: What the LLN branch sees instead of q and k.

@@ -25,7 +25,8 @@ def standard_deviations(
     """σ_q and σ_k of every sample and key head, over its valid tokens and all features.
 
     Args:
-        q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
+        q: Queries ``[B, H, N, D]``, any floating dtype.
+        k: Keys ``[B, Hkv, M, D]``.
         key_mask, query_mask: True = counts. The content of other tokens never matters, NaN
             included.
         impl: As in :func:`lln.attention`: "eager" and "reference" launch no kernel of ours.
@@ -106,7 +107,8 @@ def score_variance(
         Var_ij[q_i·k_j] = tr(C_q C_k) + μ_qᵀ C_k μ_q + μ_kᵀ C_q μ_k.
 
     Args:
-        q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
+        q: Queries ``[B, H, N, D]``, any floating dtype.
+        k: Keys ``[B, Hkv, M, D]``.
         key_mask, query_mask: True = counts; the content of other tokens never matters.
         scale: 1/sqrt(D) by default.
 

@@ -212,7 +212,7 @@ class LLNAttention(nn.Module):
 
     @property
     def positions_matter(self) -> bool:
-        """Whether padding before the first token would change the output: it moves the blocks."""
+        """Whether padding before the first token changes the output, as it moves the blocks."""
         return self.diag_block is not None or self.causal_block is not None
 
     def mix_weight(self, dtype: torch.dtype | None = None) -> Float[Tensor, " H"] | None:
@@ -253,7 +253,9 @@ class LLNAttention(nn.Module):
         other. q, k and v may be DTensors that are split alike, see :func:`lln.attention`.
 
         Args:
-            q, k, v: ``[B, H, N, D]``, ``[B, Hkv, M, D]``, ``[B, Hkv, M, E]``; any floating dtype.
+            q: Queries ``[B, H, N, D]``, any floating dtype.
+            k: Keys ``[B, Hkv, M, D]``.
+            v: Values ``[B, Hkv, M, E]``.
         """
         if is_dtensor(q):
             masks: dict[str, Any] = {"key_mask": key_mask, "query_mask": query_mask}
@@ -278,7 +280,9 @@ class LLNAttention(nn.Module):
         """Attend as :meth:`forward` does, on inputs that a model has checked, as it says.
 
         Args:
-            q, k, v: ``[B, H, N, D]``, ``[B, Hkv, M, D]``, ``[B, Hkv, M, E]``; any floating dtype.
+            q: Queries ``[B, H, N, D]``, any floating dtype.
+            k: Keys ``[B, Hkv, M, D]``.
+            v: Values ``[B, Hkv, M, E]``.
         """
         masks: dict[str, Any] = {"key_mask": key_mask, "query_mask": query_mask}
         draw = self.draw(q, k, **masks, is_causal=is_causal, dropout=dropout)
@@ -297,7 +301,8 @@ class LLNAttention(nn.Module):
         move.
 
         Args:
-            q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
+            q: Queries ``[B, H, N, D]``, any floating dtype.
+            k: Keys ``[B, Hkv, M, D]``.
         """
         q, k = autocast(q, k)
         self._check_inputs(q, k, key_mask, query_mask)
@@ -317,7 +322,8 @@ class LLNAttention(nn.Module):
         Variances are averaged over the samples, weighted by their valid tokens. Returns the module.
 
         Args:
-            q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
+            q: Queries ``[B, H, N, D]``, any floating dtype.
+            k: Keys ``[B, Hkv, M, D]``.
         """
         self._check_inputs(q, k, key_mask, query_mask)
         masks = {"key_mask": key_mask, "query_mask": query_mask}
@@ -359,7 +365,8 @@ class LLNAttention(nn.Module):
         q and k is that of the rotated ones, which differs by the mean of all coordinates alone.
 
         Args:
-            q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
+            q: Queries ``[B, H, N, D]``, any floating dtype.
+            k: Keys ``[B, Hkv, M, D]``.
         """
         batch, dtype = q.shape[0], compute_dtype(q, k)
         masks = {"key_mask": key_mask, "query_mask": query_mask}
@@ -403,7 +410,8 @@ class LLNAttention(nn.Module):
         """Keys, and what LLN sees of queries and keys, as causal evaluation uses them.
 
         Args:
-            q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
+            q: Queries ``[B, H, N, D]``, any floating dtype.
+            k: Keys ``[B, Hkv, M, D]``.
         """
         if self.center is not None:
             k = k - self.center(k, None, is_causal=True)
@@ -424,7 +432,8 @@ class LLNAttention(nn.Module):
         """What the LLN branch sees of queries and (centred) keys.
 
         Args:
-            q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
+            q: Queries ``[B, H, N, D]``, any floating dtype.
+            k: Keys ``[B, Hkv, M, D]``.
         """
         return (q, k) if self.features is None else self.features(q, k, unrotate)
 
@@ -439,7 +448,9 @@ class LLNAttention(nn.Module):
         """The output for a draw; linear in v.
 
         Args:
-            q, k, v: ``[B, H, N, D]``, ``[B, Hkv, M, D]``, ``[B, Hkv, M, E]``; any floating dtype.
+            q: Queries ``[B, H, N, D]``, any floating dtype.
+            k: Keys ``[B, Hkv, M, D]``.
+            v: Values ``[B, Hkv, M, E]``.
         """
         centered = k if draw.center is None else k - draw.center
         out = self._branches(q, centered, v, draw, impl)
@@ -504,7 +515,8 @@ class LLNAttention(nn.Module):
         """The attention matrix of a draw: its output for v = identity.
 
         Args:
-            q, k: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, M, D]``, any floating dtype.
+            q: Queries ``[B, H, N, D]``, any floating dtype.
+            k: Keys ``[B, Hkv, M, D]``.
         """
         keys = k.shape[2]
         if keys == 0:

@@ -94,7 +94,8 @@ def summarize(
         L_l = logsumexp_j(beta k_jl),     M_l = sum_j exp(beta k_jl - L_l) v_j
 
     Args:
-        k, v: Keys ``[B, Hkv, M, D]`` and values ``[B, Hkv, M, E]``, any floating dtype.
+        k: Keys ``[B, Hkv, M, D]``, any floating dtype.
+        v: Values ``[B, Hkv, M, E]``.
         beta: A number, ``[Hkv]`` or ``[B, Hkv]``, from :func:`lln.match_moments`.
         key_mask: True = may be attended; masking a key equals leaving it out.
         normalize_keys: Use log_softmax_l(beta k_j) as key features: the unbiased variant.
