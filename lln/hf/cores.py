@@ -54,15 +54,19 @@ class Calibration:
         self.average: Any = None
         self._known = given
 
+    def is_known(self, core: Any) -> bool:
+        """Whether α and β were given or measured."""
+        if not self._known:  # read once: looking at a tensor waits for a GPU
+            stored = (core.statistics, *(part.stored for part in (core.level, core.center) if part))
+            batches = next((part.batches for part in stored if hasattr(part, "batches")), 0)
+            self._known = bool(core.calibrated) or bool(batches > 0)
+        return self._known
+
     def check(self, core: Any) -> None:
         """Raise unless α and β were given, measured, or are about to be learned from batches."""
         if self._known or (self.kind == "running" and core.training):
             return
-        stored = (core.statistics, *(part.stored for part in (core.level, core.center) if part))
-        batches = next((part.batches for part in stored if hasattr(part, "batches")), 0)
-        # Read once: looking at a tensor waits for a GPU.
-        self._known = bool(core.calibrated) or bool(batches > 0)
-        if not self._known:
+        if not self.is_known(core):
             raise ValueError(
                 f"{self.place.name} has no calibrated alpha and beta (statistics={self.kind!r}); "
                 "call lln.hf.calibrate(model, batches) once after lln.hf.replace, or give "
@@ -83,6 +87,15 @@ def quantities(core: LLNAttention) -> list[str]:
 def calibration_of(core: nn.Module | None) -> Calibration | None:
     """The calibration of a core; None for those that measure nothing."""
     return getattr(core, "calibration", None)
+
+
+def awaits_batches(model: nn.Module) -> bool:
+    """Whether a core of the model learns α and β from batches and has seen none."""
+    cores = ((core, calibration_of(core)) for core in model.modules())
+    return any(
+        found is not None and found.kind == "running" and not found.is_known(core)
+        for core, found in cores
+    )
 
 
 def attend(

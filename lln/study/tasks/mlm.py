@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lln.hf.cores import awaits_batches
 from lln.records.rows import Row
 from lln.study.data import text, tokens
 from lln.study.data.mlm import Masking, Rows, batch, in_order
@@ -61,6 +62,9 @@ class MLM(experiment.RowTask):
     def loss(self, model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         scores, labels = _scores(model, batch)
         return F.cross_entropy(scores, labels, reduction="sum"), (labels >= 0).sum()
+
+    def is_ready(self, model: Any) -> bool:
+        return not awaits_batches(model)
 
     def evaluate(self, model: Any, split: str) -> dict[str, float]:
         device = self.rows[split].ids.device

@@ -36,7 +36,8 @@ class TrainConfig:
         graph: On one GPU, replay updates from CUDA graphs where they can be recorded.
         checkpointing: Compute activations twice instead of keeping them.
         shard: With several processes, FSDP2 instead of DDP.
-        eval_every: Steps between evaluations, the first before training; 0 = only at the end.
+        eval_every: Steps between evaluations, the first before training unless α and β are to
+            come from its batches; 0 = only at the end.
         patience: Stop after so many evaluations without improvement; 0 = never.
         save_every: Steps between checkpoints; 0 = only at the end.
         keep: Checkpoints that are kept beside the best one; 0 = none is written.

@@ -114,7 +114,7 @@ class _Run:
             self.progress.finished(self.step)
         else:
             self.progress.start(config, self.step)
-        if self.step == 0 and config.eval_every:
+        if self.step == 0 and config.eval_every and self.engine.evaluate(self.task.is_ready):
             self._evaluate()
         self.mark = time.perf_counter()
         while self.step < config.steps and not self.stopped:

@@ -54,6 +54,10 @@ class Task:
         """
         raise NotImplementedError
 
+    def is_ready(self, model: nn.Module) -> bool:
+        """Whether a model can be evaluated before its first update."""
+        return True
+
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
         """Metrics on "valid" (while training) or "test"; every process computes all of them."""
         raise NotImplementedError

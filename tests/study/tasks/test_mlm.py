@@ -316,3 +316,12 @@ def test_a_compiled_run_has_the_same_curve(place, tmp_path, monkeypatch):
     for row, other in zip(curve(tmp_path / "plain"), curve(tmp_path / "compiled"), strict=True):
         assert other["loss"] == pytest.approx(row["loss"], rel=1e-3)
     assert len(seen) == 1
+
+
+def test_running_statistics_are_first_evaluated_after_they_have_seen_a_batch(place, tmp_path):
+    """Before that there is no α: it is no reason to stop."""
+    options = {"statistics": "running", "diag_block": 8}
+    config = mlm.configure("roberta-tiny", attention="lln_diag", options=options, **TINY, **RUN)
+    mlm.run(config, mlm.load(place, **mlm.reads(config)), folder=tmp_path, tensorboard=False)
+    rows = read_rows(tmp_path / "curve.jsonl")
+    assert [row["step"] for row in rows if row["kind"] == "eval"] == [3, 6]
