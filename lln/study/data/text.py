@@ -65,7 +65,7 @@ class Corpus:
         return SPLITS if "test" in self.files else SPLITS[:2]
 
 
-BUNDLED = Corpus("tinyshakespeare", {})
+BUNDLED = Corpus(data.name(), {})
 
 
 def find(place: str | os.PathLike[str] | None, corpus: str | None = None) -> Corpus:

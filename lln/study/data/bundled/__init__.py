@@ -1,20 +1,37 @@
 """The text that comes with the package: Tiny Shakespeare, public domain, 1.1 million characters.
 
-Demos and tests read it, so that nothing outside the installation is needed.
+Demos and tests read it, so that nothing outside the installation is needed. A wheel has its first
+quarter alone, under another name, since the whole text would be a third of it.
 """
 
 from __future__ import annotations
 
+import functools
 import lzma
 from importlib import resources
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
+
+WHOLE, EXCERPT = "tinyshakespeare", "tinyshakespeare_excerpt"
+
+
+@functools.cache
+def name() -> str:
+    """Return the name of the text that is here, for rows: the whole, or its excerpt."""
+    return WHOLE if _file(WHOLE).is_file() else EXCERPT
 
 
 def text() -> str:
-    """Return the whole of Tiny Shakespeare.
+    """Return Tiny Shakespeare, in an installed wheel its first quarter.
 
     Example:
         >>> text()[:14]
         'First Citizen:'
     """
-    packed = resources.files(__name__).joinpath("tinyshakespeare.txt.xz").read_bytes()
-    return lzma.decompress(packed).decode("utf-8")
+    return lzma.decompress(_file(name()).read_bytes()).decode("utf-8")
+
+
+def _file(name: str) -> Traversable:
+    return resources.files(__name__).joinpath(f"{name}.txt.xz")
