@@ -22,7 +22,8 @@ NAMES = [
     "longformer",
     *("transformer_ls", "tnn", "transnormer_t1", "transnormer_t2", "cosformer", "flash"),
     *("nystromformer", "linformer", "skyformer", "relu", "quadratic", "relu_linear"),
-    *("quadratic_linear", "knn", "rfa", "hedgehog", "rebased", "efficient", "sliding_window"),
+    *("quadratic_linear", "knn", "rfa", "hedgehog", "rebased", "efficient", "polaformer"),
+    "sliding_window",
 ]
 every_mechanism = pytest.mark.parametrize("name", NAMES)
 

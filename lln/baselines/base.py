@@ -2,7 +2,7 @@
 
 A *core* maps q, k, v ``[B, H, N, D]`` to an output. :class:`SelfAttention` puts projections around
 it. Methods that make their queries and keys in a way of their own (Reformer, Longformer, TNN,
-FLASH, Transformer-LS) derive from :class:`TokenMixer` instead and have no core.
+FLASH, Transformer-LS, PolaFormer) derive from :class:`TokenMixer` instead and have no core.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -63,6 +64,80 @@ def test_tnn():
             torch.testing.assert_close(got[b, i], expected, rtol=1e-8, atol=1e-9)
     matrix = module.attention_matrix(x, mask)
     torch.testing.assert_close(matrix[1, :, 2, 7], 0.99**5 * f(-5))
+
+
+def polaformer_by_its_definition(module, x: Tensor, seen: list[int]) -> Tensor:
+    """One sample [N, dim]: every pair of tokens on its own, weights from signs and powers."""
+    tokens = len(x)
+    q, k, v = (f(x).view(tokens, HEADS, 16) for f in (module.query, module.key, module.value))
+    p = 1 + module.alpha / (1 + torch.exp(-module.power[:, 0]))  # [H, D]
+    s = torch.log1p(torch.exp(module.scale[:, 0]))
+    out = torch.zeros(tokens, HEADS, 16, dtype=x.dtype)
+    for h in range(HEADS):
+        for i in range(tokens):
+            for half, sign in ((slice(0, 8), 1), (slice(8, 16), -1)):
+                score = torch.zeros(tokens, dtype=x.dtype)
+                for j in seen:
+                    product = q[i, h] * k[j, h] / s[h] ** 2
+                    counts = product * sign > 0
+                    score[j] = (product.abs()[counts] ** p[h][counts]).sum()
+                out[i, h, half] = score @ v[:, h, half] / score.sum()
+            for t in range(5):
+                if (j := i + t - 2) in seen:
+                    out[i, h] = out[i, h] + module.conv.weight[:, 0, t] * v[j, h]
+            out[i, h] = out[i, h] + module.conv.bias
+    return module.out(module.gate(x) * out.flatten(1))
+
+
+def test_polaformer():
+    """Output and gradients of every parameter, with tokens hidden at the end and in between."""
+    module = make("polaformer").double()
+    torch.nn.init.normal_(module.power)
+    torch.nn.init.normal_(module.scale)
+    x = torch.randn(2, TOKENS, 32, dtype=torch.float64)
+    mask = mask_of()
+    direction = torch.randn(2, TOKENS, 32, dtype=torch.float64) * mask[..., None]
+    got = module(x, mask)
+    gradients = torch.autograd.grad((got * direction).sum(), list(module.parameters()))
+    expected = torch.stack(
+        [
+            polaformer_by_its_definition(module, x[b], mask[b].nonzero()[:, 0].tolist())
+            for b in (0, 1)
+        ]
+    )
+    torch.testing.assert_close(got[mask], expected[mask], rtol=1e-9, atol=1e-10)
+    exact = torch.autograd.grad((expected * direction).sum(), list(module.parameters()))
+    for ours, theirs in zip(gradients, exact, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
+
+
+def test_polaformer_stays_finite_where_its_powers_leave_float32():
+    module = make("polaformer")
+    with torch.no_grad():
+        module.power.fill_(20.0)  # p = 5
+        module.query.weight.mul_(1e4)
+        module.key.weight.mul_(1e4)
+    x = torch.randn(1, 40, 32, requires_grad=True)
+    out = module(x)
+    out.sum().backward()
+    assert out.isfinite().all() and x.grad.isfinite().all()
+    rows = module.attention_matrix(x).sum(-1)
+    assert rows.shape == (1, 2 * HEADS, 40)
+    torch.testing.assert_close(rows, torch.ones_like(rows))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_heads": 32}, "gives heads of 1, but the two streams"),
+        ({"alpha": -1.0}, "alpha=-1.0 is negative"),
+        ({"kernel_size": 4}, "kernel_size=4 is even"),
+    ],
+)
+def test_polaformer_refuses(options, message):
+    with pytest.raises(ValueError, match=message):
+        make("polaformer", **options)
+    assert make("polaformer", kernel_size=0).conv is None
 
 
 def test_reformer_by_its_definition():

@@ -110,7 +110,9 @@ def test_a_copy_of_a_model_works_by_itself():
     assert torch.equal(run(twin, **inputs("llama")), run(model, **inputs("llama")))
 
 
-@pytest.mark.parametrize("name", ["reformer", "longformer", "transformer_ls", "tnn", "rebased"])
+@pytest.mark.parametrize(
+    "name", ["reformer", "longformer", "transformer_ls", "tnn", "rebased", "polaformer"]
+)
 @pytest.mark.parametrize("family", ["roberta", "distilbert"])
 def test_whole_modules_are_swapped(family, name):
     model = make(family)

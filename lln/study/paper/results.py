@@ -26,6 +26,7 @@ NAMES = {
     "cosformer": "cosFormer",
     "flash": "FLASH",
     "nystromformer": "Nyströmformer",
+    "polaformer": "PolaFormer",
     "transformer_ls": "Transformer-LS",
     "transnormer_t1": "TransNormer T1",
     "transnormer_t2": "TransNormer T2",
@@ -36,7 +37,7 @@ WORDS = {"mix": "{} mix", "diag_block": "C = {}", "conv": "conv {}", "normalize_
 ORDER = (
     *("softmax_eager", "softmax", "reformer", "performer", "elu", "longformer", "transformer_ls"),
     *("tnn", "transnormer_t2", "cosformer", "transnormer_t1", "flash", "nystromformer"),
-    *("linformer", "skyformer", "block_diag", "lln", "lln_diag"),
+    *("linformer", "skyformer", "polaformer", "block_diag", "lln", "lln_diag"),
 )
 
 # What two pre-trainings must share to be compared or averaged, beside mechanism, rate and seed.
