@@ -14,7 +14,15 @@ from pathlib import Path
 from lln.records.files import write_text
 from lln.study.paper.figures import from_curves as training_figures
 from lln.study.paper.figures import from_results as run_figures
-from lln.study.paper.pages import conversion, near_far, onnx, parallel, questions, versions
+from lln.study.paper.pages import (
+    claims,
+    conversion,
+    near_far,
+    onnx,
+    parallel,
+    questions,
+    versions,
+)
 from lln.study.paper.pages.best import best
 from lln.study.paper.pages.blocks import (
     NOTHING_YET,
@@ -114,6 +122,7 @@ BLOCKS: Blocks = {
     **{name: partial(drawing, name) for name in DRAWINGS},
     **{f"table_{number}": partial(paper_table, number) for number in tables.TABLES},
     "table_pretraining": pretraining,
+    **claims.BLOCKS,
     **questions.BLOCKS,
     **near_far.BLOCKS,
     **conversion.BLOCKS,
