@@ -55,7 +55,7 @@ STUDY: dict[str, set[str]] = {
     },
     "study.paper.figures": {
         *("study.bench", "study.data", "study.page", "study.paper", "study.paper.tables"),
-        *("study.plots", "device", "functional", "instruments", "moments", "ops", "records"),
+        *("study.plots", "device", "functional", "instruments", "moments", "nn", "ops", "records"),
     },
     "study.paper.verify": {
         *("study.paper.figures", "device", "instruments", "moments", "ops", "records"),

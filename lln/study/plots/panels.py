@@ -24,18 +24,21 @@ from lln.study.plots.canvas import (
     page_svg,
     set_title,
 )
+from lln.study.plots.names import End, name_ends
 
 PANEL_SIZE = (5.2, 3.6)
 LEGEND_LINE = 0.21  # inches, as the two below
 LETTER, HANDLE = 0.073, 0.6
 MOST_COLUMNS = 9
+NAME_SIZE, NAME_GAP = 8, 0.055  # of names at the ends of curves
 
 
 @dataclass(frozen=True)
 class Curve:
     """A curve; ``slot`` chooses the colour (None: grey), ``dashed`` marks theory.
 
-    Where the colours come again curves are dash-dotted.
+    Where the colours come again curves are dash-dotted. What is ``named`` has its label at its
+    right end instead of in the legend.
     """
 
     label: str
@@ -45,11 +48,15 @@ class Curve:
     slot: int | None = None
     marker: str = ""
     dashed: bool = False
+    named: bool = False
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes; ``note`` says in a sentence what to see, ``span`` shades a range of x."""
+    """One pair of axes; ``note`` says in a sentence what to see.
+
+    ``span`` shades a range of x, which ``span_label`` names inside the plot.
+    """
 
     title: str
     curves: Sequence[Curve]
@@ -57,6 +64,7 @@ class Panel:
     y: Axis
     note: str = ""
     span: tuple[float, float] | None = None
+    span_label: str = ""
 
 
 def as_files(name: str, panels: Sequence[Panel]) -> dict[str, bytes]:
@@ -94,6 +102,7 @@ def _drawn(name: str, panels: Sequence[Panel], colours: Mapping[str, str]) -> It
 def _draw_panel(axes, panel: Panel, colours: Mapping[str, str]) -> None:
     if panel.span is not None:
         axes.axvspan(*panel.span, color=colours[GRID], alpha=0.5, linewidth=0)
+        _name_span(axes, panel, colours)
     for curve in panel.curves:
         again = curve.slot is not None and curve.slot >= len(SERIES)
         axes.errorbar(
@@ -101,7 +110,7 @@ def _draw_panel(axes, panel: Panel, colours: Mapping[str, str]) -> None:
             curve.y,
             yerr=curve.error,
             label=curve.label,
-            color=colours[GREY if curve.slot is None else SERIES[curve.slot % len(SERIES)]],
+            color=_colour(curve, colours),
             marker=curve.marker or None,
             linestyle="--" if curve.dashed else "-." if again else "-",
             markersize=4.5,
@@ -111,11 +120,36 @@ def _draw_panel(axes, panel: Panel, colours: Mapping[str, str]) -> None:
         )
     set_title(axes, panel.title)
     label_axes(axes, panel.x, panel.y)
+    ends = [
+        End(curve.label, curve.x[-1], curve.y[-1], _colour(curve, colours))
+        for curve in panel.curves
+        if curve.named and len(curve.x)
+    ]
+    name_ends(axes, ends, size=NAME_SIZE, gap=NAME_GAP)
+
+
+def _colour(curve: Curve, colours: Mapping[str, str]) -> str:
+    return colours[GREY if curve.slot is None else SERIES[curve.slot % len(SERIES)]]
+
+
+def _name_span(axes, panel: Panel, colours: Mapping[str, str]) -> None:
+    assert panel.span is not None
+    axes.text(
+        sum(panel.span) / 2,
+        0.97,
+        panel.span_label,
+        transform=axes.get_xaxis_transform(),
+        ha="center",
+        va="top",
+        fontsize=NAME_SIZE,
+        color=colours[GREY],
+    )
 
 
 def _labels(panels: Sequence[Panel]) -> list[str]:
-    """List each label once, in order of appearance."""
-    return list(dict.fromkeys(curve.label for panel in panels for curve in panel.curves))
+    """List each label of the legend once, in order of appearance."""
+    curves = [curve for panel in panels for curve in panel.curves if not curve.named]
+    return list(dict.fromkeys(curve.label for curve in curves))
 
 
 def _legend_columns(labels: Sequence[str], width: float) -> int:

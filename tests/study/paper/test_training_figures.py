@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 
 import pytest
 
+from lln.nn import RECOMMENDED
 from lln.study.paper.figures import from_rows
 from lln.study.paper.figures.from_curves import FIGURES
+from lln.study.paper.figures.loss_scale import falls, overflows
 from lln.study.paper.results import read_curves
+from lln.study.plots.canvas import Axis
+from lln.study.plots.panels import Curve, Panel, as_files
 
 SIZES = {"layers": 2, "width": 64, "heads": 1, "length": 128, "batch_size": 4, "corpus": "wiki"}
 
@@ -139,6 +144,47 @@ def test_figure_8b_inverts_the_loss_scale():
     panels = drawn("8b", lines)
     ends = {each.label: each.y[-1] for each in panels[0].curves}
     assert ends == {"Softmax": 2.0**-16, "LLN+Diag": 2.0**-14}
+
+
+def test_figure_8b_draws_equal_curves_once_and_says_so():
+    lines = [
+        line(curve(5.0, scale=65536.0), precision="fp16"),
+        line(curve(4.0, scale=65536.0), precision="fp16", attention="lln_diag"),
+    ]
+    panel = drawn("8b", lines)[0]
+    assert [each.label for each in panel.curves] == ["Softmax = LLN+Diag"]
+    assert panel.title.endswith(": no update overflowed")
+    assert panel.note.startswith("The loss scale never falls in Softmax and LLN+Diag. They cannot")
+
+
+def test_how_often_a_loss_scale_falls():
+    fell = Curve("A", [0, 10, 20, 1000], [1, 2, 1, 2])
+    calm = Curve("B", [0, 10, 20], [2, 1, 1])
+    said = falls([fell, calm])
+    assert said == "The loss scale falls 2 times in A, last at step 1,000; it never falls in B."
+    assert overflows([fell, calm]) == "" and overflows([calm]) == ": no update overflowed"
+
+
+def test_figure_8a_names_a_few_lines_and_says_which_are_missing():
+    kinds = [
+        *((name, {}) for name in ("softmax", "block_diag", "lln", "lln_diag", "nystromformer")),
+        ("softmax", {"conv": 33}),
+        ("lln_diag", dict(RECOMMENDED)),
+        ("lln_diag", {"conv": 33}),
+    ]
+    lines = [line(curve(4.0, 9), attention=name, options=options) for name, options in kinds]
+    panel = drawn("8a", lines)[0]
+    labels = [each.label for each in panel.curves]
+    wanted = ["Softmax", "Softmax (conv 33)", "Diag", "LLN", "LLN+Diag", "LLN+Diag, recommended"]
+    assert labels == wanted and all(each.named for each in panel.curves)
+    assert panel.note.endswith(" Not drawn: Nyströmformer, LLN+Diag (conv 33).")
+
+
+def test_what_is_named_at_its_line_is_not_in_the_legend():
+    curves = [Curve("left", [1, 2], [1, 2], slot=0, named=True), Curve("low", [1, 2], [1, 1])]
+    panel = Panel("P", [*curves, Curve("high", [1, 2], [3, 3])], Axis("x"), Axis("y"))
+    svg = as_files("one", [replace(panel, span=(1.2, 1.4), span_label="shaded")])["svg"].decode()
+    assert svg.count(">left<") == svg.count(">low<") == svg.count(">shaded<") == 1
 
 
 def test_files_are_written_from_a_folder_of_results(tmp_path):

@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from lln.study.plots.lines import Series
-from lln.study.plots.many_lines import many_lines_plot, spaced
+from lln.study.plots.many_lines import many_lines_plot
+from lln.study.plots.names import spaced
 
 
 def test_names_that_do_not_collide_stay():

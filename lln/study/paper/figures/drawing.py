@@ -26,7 +26,7 @@ STYLES: dict[str, tuple[int | None, str]] = {
 }
 SCORE_VARIANCE = Axis("variance of the scores σ²", log=True, ticks=(0.25, 0.5, 1, 2, 4, 8, 16))
 TERM_VARIANCE = Axis("variance σ² of the logarithm of a term")
-PAPER_RANGE = (0.2, 1.2)
+PAPER_RANGE, IN_PAPER = (0.2, 1.2), "the paper's\nrange"
 
 
 def column(rows: Sequence[Row], name: str) -> list[float]:
@@ -39,7 +39,8 @@ def by_attention(rows: Sequence[Row], x: str, y: str, error: str | None = None) 
         own = [row for row in rows if row["attention"] == name]
         if own:
             bars = column(own, error) if error and slot is not None else None
-            curves.append(Curve(name, column(own, x), column(own, y), bars, slot, marker))
+            points = column(own, x), column(own, y)
+            curves.append(Curve(name, *points, bars, slot, marker, named=slot is None))
     return curves
 
 
@@ -170,6 +171,7 @@ def moderate_sum(rows: Sequence[Row]) -> list[Panel]:
             variance,
             "Shaded: the range of the paper's figure.",
             span=PAPER_RANGE,
+            span_label=IN_PAPER,
         ),
         Panel(
             "Error of Fenton's law",
@@ -178,6 +180,7 @@ def moderate_sum(rows: Sequence[Row]) -> list[Panel]:
             Axis("per cent"),
             "Good to a few per cent up to σ² of about 1, useless at 4.",
             span=PAPER_RANGE,
+            span_label=IN_PAPER,
         ),
     ]
 

@@ -10,7 +10,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from lln.nn import RECOMMENDED
 from lln.study.paper.figures.from_results import RunFigure
+from lln.study.paper.figures.loss_scale import falls, once, overflows
 from lln.study.paper.results import Row, grouped, in_paper_order, mechanism, was_alone
 from lln.study.plots.canvas import Axis
 from lln.study.plots.panels import Curve, Panel
@@ -25,6 +27,15 @@ COMPARED = frozenset(
 )
 UPDATES, SECONDS = Axis("updates"), Axis("seconds of training")
 NATS = Axis("nats per hidden token")
+MOST = 6  # lines of a panel that can be told apart
+KEPT = {
+    (name, json.dumps(dict(options), sort_keys=True))
+    for name, options in (
+        *((name, {}) for name in ("softmax", "block_diag", "lln", "lln_diag")),
+        ("softmax", {"conv": RECOMMENDED["conv"]}),
+        ("lln_diag", RECOMMENDED),
+    )
+}
 NEAR = 1.5  # times the best last loss: up to there the ends of curves can be told apart
 
 
@@ -58,7 +69,8 @@ def measured(lines: Sequence[Row]) -> list[Panel]:
 def losses(lines: Sequence[Row]) -> list[Panel]:
     """Fig. 8a: training and validation loss against updates, and validation against time.
 
-    Of longer inputs than those of the largest comparison only the last, one for each length.
+    Of longer inputs than those of the largest comparison only the last, one for each length. Of
+    more than six mechanisms those of :data:`KEPT`, named at their lines; the table has all.
     """
     wide = [line for line in lines if line["configuration"].get("precision") != "fp16"]
     chosen = _comparable(wide)
@@ -68,14 +80,36 @@ def losses(lines: Sequence[Row]) -> list[Panel]:
     longer = grouped(wide, lambda line: line["configuration"].get("length") or 0)
     others = [_comparable(own) for known, own in sorted(longer.items()) if known > length]
     others = [own for own in others if len(own) > 1]
-    names = dict.fromkeys(mechanism(line) for own in (chosen, *others) for line in own)
+    chosen, left_out = _few(chosen)
+    others = [_few(own)[0] for own in others]
+    names = dict.fromkeys(_label(line) for own in (chosen, *others) for line in own)
     slots = {name: slot for slot, name in enumerate(names)}
-    return _losses(chosen, slots) + [
+    drawn = [replace(panel, note=panel.note + left_out) for panel in _losses(chosen, slots)]
+    return drawn + [
         replace(panel, title=f"{panel.title}, N = {own[0]['configuration']['length']:,}")
         for own in others
         for panel in _losses(own, slots)
         if panel.x == SECONDS
     ]
+
+
+def _few(chosen: list[Row]) -> tuple[list[Row], str]:
+    """Few enough lines to be told apart, and which are left out, in words."""
+    if len(chosen) <= MOST:
+        return chosen, ""
+    kept = [line for line in chosen if _kind(line) in KEPT]
+    names = ", ".join(mechanism(line) for line in chosen if _kind(line) not in KEPT)
+    return (kept, f" Not drawn: {names}.") if len(kept) > 1 else (chosen, "")
+
+
+def _kind(line: Row) -> tuple[str, str]:
+    return line["mechanism"], json.dumps(line["configuration"].get("options") or {}, sort_keys=True)
+
+
+def _label(line: Row) -> str:
+    """The name of a mechanism, short for the options that we recommend."""
+    own = line["configuration"].get("options") or {}
+    return "LLN+Diag, recommended" if own == RECOMMENDED else mechanism(line)
 
 
 def _losses(chosen: Sequence[Row], slots: Mapping[str, int]) -> list[Panel]:
@@ -94,8 +128,9 @@ def _losses(chosen: Sequence[Row], slots: Mapping[str, int]) -> list[Panel]:
             if x == "seconds" and not was_alone(line):
                 continue
             own = [row for row in line["rows"] if row.get("kind") == kind and row["step"] > 0]
-            name = mechanism(line)
-            curves.append(_curve(name, own, "loss", slot=slots[name], x=x))
+            name = _label(line)
+            curve = _curve(name, own, "loss", slot=slots[name], x=x)
+            curves.append(replace(curve, named=True))
         if curves:
             panel = Panel(title, curves, axis, NATS, about)
             panels.append(_near_the_end(panel) if (kind, x) == ("eval", "step") else panel)
@@ -131,12 +166,15 @@ def loss_scale(lines: Sequence[Row]) -> list[Panel]:
     for slot, line in enumerate(chosen):
         own = [row for row in line["rows"] if row.get("kind") == "train" and row["loss_scale"]]
         turned = [{**row, "inverse": 1 / row["loss_scale"]} for row in own]
-        inverse.append(_curve(mechanism(line), turned, "inverse", slot=slot))
-        loss.append(_curve(mechanism(line), own, "loss", slot=slot))
-    note = f"A step up: gradients overflowed and an update was left out. {_scale(chosen[0])}"
+        for quantity, rows, curves in (("inverse", turned, inverse), ("loss", own, loss)):
+            curve = _curve(mechanism(line), rows, quantity, slot=slot)
+            curves.append(replace(curve, named=True))
+    note = f"{falls(inverse)} A step up would be gradients that overflowed. {_scale(chosen[0])}"
     scale = Axis("1 / loss scale", log=True)
     return [
-        Panel("Inverse loss scale, float16", inverse, UPDATES, scale, note),
+        Panel(
+            f"Inverse loss scale, float16{overflows(inverse)}", once(inverse), UPDATES, scale, note
+        ),
         Panel("Training loss, float16", loss, UPDATES, NATS, _scale(chosen[0])),
     ]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from lln.study.paper.accuracy import is_fixed
 from lln.study.paper.figures import arena as arena_figure
+from lln.study.paper.figures.loss_scale import falls, once
 from lln.study.paper.results import NAMES, Mean, Row, grouped
 from lln.study.paper.values import FIGURE_9_RANGE
 from lln.study.plots.canvas import Axis
@@ -88,7 +89,8 @@ def accuracy_of_scales(rows: Sequence[Row]) -> list[Panel]:
         known = [(scale, mean) for scale, mean in means if mean is not None]
         x = [scale for scale, _ in known]
         y = [100 * mean.value for _, mean in known]
-        errors = [100 * (mean.error or 0) for _, mean in known]
+        several = any(mean.error is not None for _, mean in known)
+        errors = [100 * (mean.error or 0) for _, mean in known] if several else None
         label = "LLN+Diag" if name == "lln_diag" else "LLN"
         curves.append(Curve(f"{label}, fixed α = β", x, y, errors, slot=slot + 1, marker="o"))
         matched = Mean.of(row["accuracy"] for row in _like(rows, own[0]))
@@ -140,16 +142,14 @@ def loss_scale(rows: Sequence[Row]) -> list[Panel]:
     own = sorted(_largest(own), key=_scale_of)
     if not own:
         return []
-    curves, largest = [], {}
+    curves = []
     for slot, (label, found) in enumerate(grouped(own, _scale_label).items()):
         curve = min(found, key=lambda row: row["seed"])["curves"]["loss_scale"]
         inverse = [1 / value for value in curve["loss_scale"]]
         curves.append(Curve(label, curve["step"], inverse, slot=slot + 1))
-        scales = [value for row in found for value in row["curves"]["loss_scale"]["loss_scale"]]
-        largest[label] = 1 / min(scales)
-    note = "Largest inverse scale: " + ", ".join(f"{k}: {v:.2g}" for k, v in largest.items()) + "."
     axes = Axis("step"), Axis("1 / loss scale", log=True)
-    return [Panel("Inverse loss scale, deit-tiny in fp16", curves, *axes, note)]
+    note = falls(curves)
+    return [Panel("Inverse loss scale, deit-tiny in fp16", once(curves), *axes, note)]
 
 
 def _scale_of(row: Row) -> float:
