@@ -157,6 +157,16 @@ def test_figure_9():
     assert sum(curve.label == "one layer" for curve in panels[0].curves) == 3
 
 
+def test_peaks_of_runs_that_were_watched_differently_are_not_compared(tmp_path):
+    watched = [vit("lln_diag", 0.8, monitor_every=250), vit("softmax", 0.8, monitor_every=250)]
+    (table,) = make("3", tmp_path, watched)
+    assert all(record["peak_mb"] is not None for record in table.records)
+    bare = vit("softmax", 0.8, monitor_every=0)
+    (table,) = make("3", tmp_path, [watched[0], bare])
+    peaks = {record["mechanism"]: record["peak_mb"] for record in table.records}
+    assert peaks["lln_diag"] is None and peaks["softmax"] is not None
+
+
 def test_figure_10a():
     rows = [vit("lln", 0.6 + s / 10, options=fixed(s)) for s in (0.5, 1.0, 2.0)]
     rows += [vit("lln", 0.7 + s / 10, options=fixed(s), seed=1) for s in (0.5, 1.0, 2.0)]

@@ -1,4 +1,9 @@
-"""Pre-training: validation loss at equal tokens and at equal time, speed, memory, branches."""
+"""Pre-training: validation loss at equal tokens and at equal time, speed, memory, branches.
+
+Speed and memory of a table are measured one way for all its lines: by bare steps, alone on the
+device, if at least as many lines have that as have a whole run that was alone; else by whole runs.
+A line that was measured the other way has none.
+"""
 
 from __future__ import annotations
 
@@ -74,10 +79,14 @@ def _table(rows: list[Row], curves: Sequence[Row], steps: Mapping[Any, Row]) -> 
         row for row in rows if row["configuration"].get("learning_rate") == rates[_variant(row)]
     ]
     by_variant = grouped(sorted(rows, key=in_paper_order), _variant)
-    timed = {variant: _timed(own, steps) for variant, own in by_variant.items()}
+    stepped = {variant: _stepped(own, steps) for variant, own in by_variant.items()}
+    alone = {variant: [row for row in own if was_alone(row)] for variant, own in by_variant.items()}
+    by_steps = 0 < sum(map(bool, stepped.values())) >= sum(map(bool, alone.values()))
+    timed = stepped if by_steps else alone
     seconds = min((row["train_seconds"] for own in timed.values() for row in own), default=None)
     found = [
-        _mechanism(own, of_run, seconds, timed[variant]) for variant, own in by_variant.items()
+        _mechanism(own, of_run, seconds, timed[variant], stepped=by_steps)
+        for variant, own in by_variant.items()
     ]
     first = rows[0]["configuration"]
     amount = first["steps"] * first["batch_size"] * first["length"] / 1e6
@@ -88,7 +97,7 @@ def _table(rows: list[Row], curves: Sequence[Row], steps: Mapping[Any, Row]) -> 
     notes = [
         *([SINUSOIDS] if first.get("positions") == "sinusoid" else []),
         "Loss: of validation, nats per hidden token, after equally many tokens.",
-        *_about_time(seconds, [line[3] for line, _ in found]),
+        *_about_cost(seconds, by_steps, [line[3:5] for line, _ in found]),
         f"Learning rates tried, the best by this loss shown: {', '.join(f'{x:g}' for x in tried)}.",
         "LLN share: of the output of LLN+Diag, mean over layers and heads, last measured.",
         origin_text(rows),
@@ -97,30 +106,33 @@ def _table(rows: list[Row], curves: Sequence[Row], steps: Mapping[Any, Row]) -> 
     return Table(columns, [line for line, _ in found], title, notes, [each for _, each in found])
 
 
-def _about_time(seconds: float | None, speeds: Sequence[str]) -> Iterator[str]:
+def _about_cost(
+    seconds: float | None, by_steps: bool, cells: Sequence[Sequence[str]]
+) -> Iterator[str]:
     if seconds is not None:
         yield (
             f"Equal time: after the {seconds:,.0f} s that the fastest run takes; the others are "
             "still on their way then, with a higher learning rate."
         )
-    if any(speed.endswith("*") for speed in speeds):
+    if by_steps:
         yield (
-            "*: the run shared its GPU with others; its speed is that of the same step alone "
-            "(sweeps/tier_a_speed.json), and so is the time after which its loss is shown."
+            "Speed, memory and the time after which a loss is shown: of the same step alone on the "
+            "device, for all lines (sweeps/tier_a_speed.json)."
         )
-    if "–" in speeds:
+        if any("–" in pair for pair in cells):
+            yield "No speed or memory: the step was not measured."
+        return
+    if any(pair[0] == "–" for pair in cells):
         yield "No speed: the run shared its GPU with others."
+    if any(pair[1] == "–" for pair in cells):
+        yield "No peak: attention was measured during the run (monitor_every), which takes memory."
 
 
-def _timed(rows: list[Row], steps: Mapping[Any, Row]) -> list[Row]:
-    """The runs that were alone; if none was, the same training step, alone, with the time of all.
-
-    What a row of a step says of its own few updates is replaced.
-    """
-    alone = [row for row in rows if was_alone(row)]
+def _stepped(rows: list[Row], steps: Mapping[Any, Row]) -> list[Row]:
+    """The same training step as of these runs, alone, with the time that all steps would take."""
     step = steps.get(_step(rows[0]))
-    if alone or step is None or not step.get("step_ms"):
-        return alone
+    if step is None or not step.get("step_ms"):
+        return []
     seconds = rows[0]["configuration"]["steps"] * step["step_ms"] / 1000
     return [{**step, "train_seconds": seconds}]
 
@@ -130,23 +142,22 @@ def _mechanism(
     curves: dict[tuple[str, int], list[Row]],
     seconds: float | None,
     timed: list[Row],
+    *,
+    stepped: bool,
 ) -> tuple[list[str], dict[str, Any]]:
-    """``timed``: as :func:`_timed` has found them."""
+    """``timed``: runs that were alone, or what :func:`_stepped` has found."""
 
     def lines(rows: list[Row]) -> list[Row]:
         return [line for row in rows for line in curves.get((row["digest"], row["seed"]), [])]
 
-    runs, star = [line["rows"] for line in lines(timed)], ""
-    if timed and timed[0]["subject"] == "step":
+    runs = [line["rows"] for line in lines(timed)]
+    if stepped and timed:
         runs = [retimed(line["rows"], timed[0]["step_ms"] / 1000) for line in lines(rows)]
-        star = "*"
     values = {
         "loss": Mean.of(row["loss"] for row in rows),
         "loss_at_equal_time": Mean.of(loss_after(run, seconds) for run in runs),
         "tokens_per_second": Mean.of(row["tokens_per_second"] for row in timed),
-        "peak_gib": Mean.of(
-            row["peak_mb"] / 1024 for row in rows if row.get("peak_mb") is not None
-        ),
+        "peak_gib": Mean.of(map(_peak, timed if stepped else rows)),
         "lln_share": Mean.of(last_share(line["rows"]) for line in lines(rows)),
     }
     digits = {"loss": 3, "loss_at_equal_time": 3, "peak_gib": 1, "lln_share": 2}
@@ -155,8 +166,7 @@ def _mechanism(
         for name, mean in values.items()
     }
     speed = values["tokens_per_second"]
-    cells["tokens_per_second"] = "–" if speed is None else f"{speed.value:,.0f}{star}"
-    cells["loss_at_equal_time"] += star if values["loss_at_equal_time"] else ""
+    cells["tokens_per_second"] = "–" if speed is None else f"{speed.value:,.0f}"
     name, parameters = mechanism(rows[0]), rows[0]["parameters"]
     diverged = sum(bool(row.get("diverged")) for row in rows)
     line = [
@@ -172,13 +182,19 @@ def _mechanism(
         **{key: None if mean is None else mean.value for key, mean in values.items()},
         "standard_errors": {key: mean and mean.error for key, mean in values.items()},
         "seconds_at_equal_time": seconds,
-        "speed_of_a_step_alone": bool(star),
+        "speed_of_a_step_alone": stepped and bool(timed),
         "parameters": parameters,
         "diverged": diverged,
         "configuration": rows[0]["configuration"],
         **origin(rows),
     }
     return line, record
+
+
+def _peak(row: Row) -> float | None:
+    """GiB, unless attention was measured in the run, which takes memory of its own."""
+    watched = row["configuration"].get("monitor_every")
+    return None if watched or row.get("peak_mb") is None else row["peak_mb"] / 1024
 
 
 def retimed(rows: Sequence[Row], seconds: float) -> list[Row]:
