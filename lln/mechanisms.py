@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -431,4 +431,26 @@ _TABLE = (
     ),
 )
 
-MECHANISMS: Mapping[str, Mechanism] = MappingProxyType({entry.name: entry for entry in _TABLE})
+HALF_PRODUCTS = "half_products"
+# Under an autocast to bfloat16 these may leave their products to it, with an error against float64
+# at most twice that of float32 products there, and a rounding (tests/baselines/test_half.py). Not
+# among them: what chooses by scores (reformer, knn), what loses more (tnn, transnormer, skyformer),
+# and what has half-precision code of its own (softmax, LLN, block_diag).
+_MAY_HALVE = frozenset(
+    {
+        *("elu", "performer", "longformer", "transformer_ls", "cosformer", "flash", "linformer"),
+        *("nystromformer", "relu", "quadratic", "relu_linear", "quadratic_linear", "rfa"),
+        *("hedgehog", "rebased", "efficient", "polaformer", "sliding_window"),
+    }
+)
+
+
+def _complete(entry: Mechanism) -> Mechanism:
+    if entry.name not in _MAY_HALVE:
+        return entry
+    return replace(entry, options={**entry.options, HALF_PRODUCTS: False})
+
+
+MECHANISMS: Mapping[str, Mechanism] = MappingProxyType(
+    {entry.name: _complete(entry) for entry in _TABLE}
+)

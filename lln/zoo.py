@@ -12,7 +12,7 @@ import difflib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from lln.mechanisms import MECHANISMS, Mechanism
+from lln.mechanisms import HALF_PRODUCTS, MECHANISMS, Mechanism
 
 if TYPE_CHECKING:
     from lln.baselines.base import Layer, TokenMixer
@@ -29,7 +29,7 @@ def describe(name: str) -> Mechanism:
 
     Example:
         >>> lln.describe("nystromformer").defaults
-        {'landmarks': 64, 'iterations': 6, 'kernel_size': 33}
+        {'landmarks': 64, 'iterations': 6, 'kernel_size': 33, 'half_products': False}
     """
     if name not in MECHANISMS:
         raise unknown_name("name", name, MECHANISMS)
@@ -86,7 +86,11 @@ def create(
     from lln.baselines.base import Layer, SelfAttention
 
     layer = Layer(dim, num_heads, max_length, layer_index, num_layers)
-    built = entry.build(layer, **{**entry.options, **options})
+    told = {**entry.options, **options}
+    half = told.pop(HALF_PRODUCTS, False)
+    built = entry.build(layer, **told)
+    if half:
+        built.half_products = True
     return SelfAttention(layer, built) if entry.core else built
 
 

@@ -325,6 +325,8 @@ def test_the_record_says_what_the_code_does(name):
         stated["diag_block"] = 64  # of the mechanism alone
     if name == "lln_nearfar":
         stated |= OURS
+    if "half_products" in entry.defaults:
+        stated["half_products"] = False  # of `create`, which tells the module
     assert list(entry.defaults.items()) == list(stated.items())
     assert entry.core == hasattr(made, "attend")
     if not is_lln:
@@ -408,6 +410,21 @@ def test_compiles_in_one_graph(name):
     x, mask = padded(40)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, mask), module(x, mask))
+
+
+@pytest.mark.slow
+@every_mechanism
+def test_all_of_them_compile_in_one_graph_in_training(name):
+    """Captured whole, in training and under autocast, with products of bfloat16 where allowed."""
+    half = {"half_products": True} if "half_products" in lln.describe(name).defaults else {}
+    module = make(name, **half).train()
+    x, mask = padded(40)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = compiled(x, mask)
+    out.float().sum().backward()
+    assert out.shape == x.shape and out.isfinite().all()
+    torch._dynamo.reset()
 
 
 @pytest.mark.slow

@@ -93,13 +93,16 @@ def masked_softmax(scores: Float[Tensor, "... M"], seen: Tensor | None) -> Float
 def wide(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Run a method in float32 or wider, outside autocast; the result has the dtype of its input.
 
-    Sums over all keys and exponentials would leave the range of float16.
+    Sums over all keys and exponentials would leave the range of float16. A module with
+    ``half_products`` leaves products to an autocast to bfloat16, whose range is that of float32.
     """
 
     @functools.wraps(method)
     def run(self, *tensors: Tensor | None) -> Tensor:
         first = tensors[0]
         assert first is not None
+        if getattr(self, "half_products", False) and _to_bfloat16(first):
+            return method(self, *tensors).to(first.dtype)
         floating = [x for x in tensors if x is not None and x.is_floating_point()]
         dtype = compute_dtype(*floating)
         cast = [x.to(dtype) if x is not None and x.is_floating_point() else x for x in tensors]
@@ -107,6 +110,13 @@ def wide(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return method(self, *cast).to(first.dtype)
 
     return run
+
+
+def _to_bfloat16(x: Tensor) -> bool:
+    kind = x.device.type
+    if x.is_meta or not torch.is_autocast_enabled(kind):
+        return False
+    return torch.get_autocast_dtype(kind) == torch.bfloat16
 
 
 class Core(nn.Module):

@@ -33,6 +33,7 @@ NAMES = {
 }
 # Options that tables and figures show often, in few words.
 WORDS = {"mix": "{} mix", "diag_block": "C = {}", "conv": "conv {}", "normalize_keys": "unbiased"}
+WORDS["half_products"] = "bf16 products"
 # In the order of the paper's tables, others after them.
 ORDER = (
     *("softmax_eager", "softmax", "reformer", "performer", "elu", "longformer", "transformer_ls"),
