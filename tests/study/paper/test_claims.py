@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 
 from lln.study.paper.pages.blocks import NOTHING_YET
 from lln.study.paper.pages.claims import Value, claims, disagreements, flat_from, strength
+from lln.study.paper.pages.costs import PLANS, costs, least_seconds
+from lln.study.sweep import plan
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
 
@@ -50,4 +53,31 @@ def test_errors_are_those_of_seeds_and_examples():
 
 
 def test_nothing_is_claimed_without_rows(tmp_path):
-    assert claims(tmp_path) == disagreements(tmp_path) == NOTHING_YET
+    assert claims(tmp_path) == disagreements(tmp_path) == costs(tmp_path) == NOTHING_YET
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_costs_count_the_runs_of_the_sweep_files(name):
+    content = plan.read(RESULTS.parent / "sweeps" / name)
+    repeat = content.get("repeat")
+    seeds = len(repeat["seed"]) if repeat else 0
+    tried = len(content["grid"][repeat["best_of"]]) if repeat else 1
+    runs = plan.expand(content)
+    count = sum(len(jobs(spec)) for spec in runs) + seeds * len(runs) // tried
+    count += sum(len(jobs(after)) for run in runs for after in plan.expand(run.get("then", [])))
+    assert count == sum(part.runs for part in PLANS[name].parts)
+
+
+def jobs(spec) -> list:
+    """Every combination of the fields of a run that are lists of runs."""
+    several = [spec.get(name) for name in ("task", "seed", "lengths", "attentions")]
+    return list(itertools.product(*(value for value in several if isinstance(value, list))))
+
+
+def test_the_cost_of_a_run_is_that_of_the_quickest_row():
+    rows = [
+        {"subject": "vit", "seconds": seconds, "configuration": {"steps": steps}}
+        for seconds, steps in ((50.0, 10), (40.0, 10), (1.0, 5))
+    ]
+    assert least_seconds(rows, "vit", {"steps": 10}) == 40.0
+    assert least_seconds(rows, "lra", {}) is None

@@ -17,6 +17,7 @@ from lln.study.paper.figures import from_results as run_figures
 from lln.study.paper.pages import (
     claims,
     conversion,
+    costs,
     near_far,
     onnx,
     parallel,
@@ -123,6 +124,7 @@ BLOCKS: Blocks = {
     **{f"table_{number}": partial(paper_table, number) for number in tables.TABLES},
     "table_pretraining": pretraining,
     **claims.BLOCKS,
+    **costs.BLOCKS,
     **questions.BLOCKS,
     **near_far.BLOCKS,
     **conversion.BLOCKS,
