@@ -24,7 +24,7 @@ def name_ends(axes, ends: Sequence[End], *, size: float = 7.5, gap: float = SMAL
 
     Scales and limits of the axes must be set before.
     """
-    axes.get_xlim(), axes.get_ylim()  # until they are asked for, matplotlib puts them off
+    axes.autoscale_view()  # which matplotlib puts off until somebody asks
     points = [axes.transData.transform((end.x, end.y)) for end in ends]
     heights = [axes.transAxes.inverted().transform(point)[1] for point in points]
     order = sorted(range(len(ends)), key=lambda n: heights[n])
