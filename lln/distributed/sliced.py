@@ -93,6 +93,8 @@ def attention(
         sinks: Not possible here: 0.
         scale, mix, far, method, normalize_keys: As in :func:`lln.attention`.
         gamma: As in :func:`lln.attention`, equal on all processes; "joint" needs it.
+        q_features, k_features: As in :func:`lln.attention`, those of the slice, ``[B, H, N, S]``
+            and ``[B, Hkv, M, S]``.
         impl: "triton", "eager" or None; only plain PyTorch, "eager", for "joint" and overlap.
 
     Returns:
