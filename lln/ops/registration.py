@@ -7,6 +7,9 @@ Here they are errors.
 Under torch.func, torch.library would call an operator once per sample of a vmap, and the
 autograd.Function that it makes of a gradient has no ``setup_context``, without which
 torch.func.grad refuses it. Here samples join the batch, and grad finds the gradient.
+
+Where nobody watches (:mod:`lln.ops.unwatched`) the function is called as it is: the dispatcher and
+the autograd layer of torch.library cost more than the launches of a training step.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lln.ops.arguments import no_autocast, transforms_active
+from lln.ops.unwatched import argument_types, unwatched
 
 REMEDY = 'impl="reference" has it, in O(N²) time and memory'
 # torch.library.custom_op would load the compiler at the first call, and cost more at each.
@@ -49,12 +53,13 @@ def register(
     op = getattr(torch.ops.lln, name).default
     if batched:
         torch.library.register_vmap(f"lln::{name}", _join_batches(op), lib=_LIBRARY)
-    transformable = op
+    transformable, gradient = op, None
     if save is not None and differentiate is not None:
         backward = _once(differentiate)
         torch.library.register_autograd(f"lln::{name}", backward, setup_context=save, lib=_LIBRARY)
         transformable = _transformable(op, save, backward)
-    return _caller(op, transformable)
+        gradient = _function(name, compute, save, backward)
+    return _caller(op, transformable, _direct(op, compute, gradient), argument_types(op))
 
 
 def without_autocast(compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,17 +72,60 @@ def without_autocast(compute: Callable[..., Any]) -> Callable[..., Any]:
     return computed
 
 
-def _caller(op: Callable[..., Any], transformable: Callable[..., Any]) -> Callable[..., Any]:
-    """Call ``op``, or ``transformable`` under torch.func; raise at tangents, which both drop."""
+def _caller(
+    op: Callable[..., Any],
+    transformable: Callable[..., Any],
+    direct: Callable[..., Any],
+    types: tuple[frozenset[type], ...],
+) -> Callable[..., Any]:
+    """Call what the moment asks for; raise at tangents, which all of them would drop.
+
+    ``op`` where a compiler, a mode or a subclass of tensors has to see it, ``transformable`` under
+    torch.func, ``direct`` everywhere else.
+    """
 
     def call(*args: Any) -> Any:
         if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
             raise NotImplementedError(
                 f"LLN in linear time has no forward-mode derivative (jvp, dual tensors); {REMEDY}"
             )
+        if not torch.compiler.is_compiling() and unwatched(args, types):
+            return direct(*args)
         return transformable(*args) if transforms_active() else op(*args)
 
     return call
+
+
+def _direct(
+    op: Callable[..., Any], compute: Callable[..., Any], gradient: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """What calls ``compute`` without the dispatcher, recording ``gradient`` where one is wanted."""
+
+    def direct(*args: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return op(*args) if gradient is None else gradient(*args)
+        with torch._C._AutoDispatchBelowAutograd():  # so that no result is a view of anything
+            return compute(*args)
+
+    return direct
+
+
+def _function(
+    name: str,
+    compute: Callable[..., Any],
+    save: Callable[..., None],
+    backward: Callable[..., Any],
+) -> Callable[..., Any]:
+    """``compute`` with its gradient as the plainest autograd.Function, the one that costs least."""
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            out = compute(*args)
+            save(ctx, args, out)
+        return out
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), methods).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _has_tangent(x: Any) -> bool:
