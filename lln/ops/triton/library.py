@@ -53,6 +53,6 @@ def contiguous_mask(mask: Tensor | None) -> Tensor | None:
     return mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
 
 
-def mask_stride(mask: Tensor | None) -> int:
-    """Distance between the masks of two samples."""
-    return 0 if mask is None else mask.stride(0)
+def mask_stride(mask: Tensor | None) -> int | None:
+    """Distance between the masks of two samples; None without a mask."""
+    return None if mask is None else mask.stride(0)

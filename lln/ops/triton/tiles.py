@@ -259,9 +259,13 @@ def block_tile(
     return t._replace(rows=rows // block * block), rows
 
 
+# Caches of what follows from the tables: those of the launchers add themselves.
+REMEMBERED: list[Any] = []
+
+
 def forget() -> None:
     """Drop what was remembered of the tables and of the devices that tiles were planned for."""
-    for remembered in (tile, block_tile, split):
+    for remembered in (tile, block_tile, split, *REMEMBERED):
         remembered.cache_clear()
 
 

@@ -143,7 +143,7 @@ for arch, count in ((80, 108), (86, 72), (90, 132)):
     try:
         with compiling(arch):
             inside = look()
-            assert inside[3] == count and launch_causal.factors(q)["TERMS"] == 1, inside
+            assert inside[3] == count and launch_causal.factors(q.dtype)["TERMS"] == 1, inside
             assert driver.active.get_current_target().arch == arch
             assert (wide() == tile_before) == (arch != 86), wide()
             assert all(a != b for a, b in zip(before, inside)), (before, inside)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from lln.ops.triton.blocks.backward_kernels import diag_backward_kernel
 from lln.ops.triton.blocks.forward_kernels import diag_kernel
-from lln.ops.triton.library import (
+from lln.ops.triton.launching import (
+    Launch,
+    Layout,
     alike,
-    empty_rows,
-    floats,
-    mask_stride,
-    on_device,
-    rows_contiguous,
-    strides,
+    layout,
+    planned,
+    row_strides,
+    rows_of,
+    steps,
 )
+from lln.ops.triton.library import floats, mask_stride, rows_contiguous
 from lln.ops.triton.linear.launch import Merged, few_parts, precise
 from lln.ops.triton.tiles import DIAG_PROGRAM, block_tile, padded, split
+
+NO_SCALE = (0, 0)  # strides of what is not there
 
 
 def empty_diag_lse(q: Tensor, *, linear: bool) -> Tensor:
@@ -37,23 +44,36 @@ def diag(
     linear: bool, save: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(out, lse); ``linear`` adds the LLN branch, read from ``state`` or from ``parts``."""
-    (b, heads, tokens, d), (_, kv_heads, _, e) = q.shape, v.shape
-    t, rows = block_tile("diag", block, d, e, q.dtype, q.device)
-    pieces, span = split(tokens, b * heads, t, q.device)
-    out = empty_rows(q, e)
+    rows, launch = _diag_plan(
+        layout(q), layout(k), layout(v), mask_stride(key_mask),
+        NO_SCALE if alpha is None else alpha.stride(), count, block, scale, is_causal, linear, save,
+    )  # fmt: skip
+    out = q.new_empty_strided(*rows)
     lse = empty_diag_lse(q, linear=linear) if save else None
-    with on_device(q):
-        diag_kernel[(pieces, b * heads)](
-            q, k, v, out, lse, key_mask, alpha, mix, parts, *(state or (None, None, None)),
-            *strides(q), *strides(k), *strides(v), *strides(out), mask_stride(key_mask),
-            *((0, 0) if alpha is None else alpha.stride()),
-            heads, heads // kv_heads, tokens, span, count, scale,
-            D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, STEP=t.rows, BLOCK=block,
-            FULL=rows == t.rows and tokens % rows == 0, HAS_MASK=key_mask is not None,
-            CAUSAL=is_causal, LINEAR=linear, PRECISE=precise(q), SAVE=save,
-            ALIKE=alike(q, k, v, out), **t.options,
-        )  # fmt: skip
+    launch(q, k, v, out, lse, key_mask, alpha, mix, parts, *(state or (None, None, None)))
     return out, lse
+
+
+@planned
+def _diag_plan(
+    q: Layout, k: Layout, v: Layout, mask: int | None, alpha: tuple[int, ...], count: int,
+    block: int, scale: float, is_causal: bool, linear: bool, save: bool,
+) -> tuple[Any, Launch]:  # fmt: skip
+    (b, heads, tokens, d), q_strides, dtype, device = q
+    (_, kv_heads, _, e), k_strides, v_strides = v[0], k[1], v[1]
+    t, rows = block_tile("diag", block, d, e, dtype, device)
+    pieces, span = split(tokens, b * heads, t, device)
+    out = rows_of(q, e)
+    every = q_strides, k_strides, v_strides, out[1]
+    return out, Launch(
+        diag_kernel, (pieces, b * heads),
+        (*row_strides(*every), mask or 0, *alpha,
+         heads, heads // kv_heads, tokens, span, count, scale),
+        D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, STEP=t.rows, BLOCK=block,
+        FULL=rows == t.rows and tokens % rows == 0, HAS_MASK=mask is not None,
+        CAUSAL=is_causal, LINEAR=linear, PRECISE=dtype == torch.float32, SAVE=save,
+        ALIKE=alike(*every), **t.options,
+    )  # fmt: skip
 
 
 def diag_backward(
@@ -68,35 +88,55 @@ def diag_backward(
 
     ``add_to`` = dq, dk, dv of half the linear branch, to which half the other one is added.
     """
-    (b, heads, tokens, d), (_, kv_heads, _, e) = q.shape, v.shape
-    t, rows = block_tile("diag_backward", block, d, e, q.dtype, q.device)
-    pieces, span = split(tokens, b * kv_heads, t, q.device, program=DIAG_PROGRAM)
     dout = rows_contiguous(dout)
-    dq, dk, dv = add_to or (empty_rows(q, d), empty_rows(k, d), empty_rows(v, e))
-    tiles = -(-tokens // t.rows)
-    sums = [
-        floats(q, b, h, tiles) if needed else None
-        for h, needed in zip((heads, kv_heads, heads), slopes, strict=True)
-    ]
     if parts is not None:
-        parts = few_parts(parts, d, e)
-    with on_device(q):
-        diag_backward_kernel[(pieces, b * kv_heads)](
-            q, k, v, dout, lse, key_mask, alpha, beta, mix, *(state or (None, None, None)), parts,
-            dq, dk, dv, *sums,
-            *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), *strides(dk),
-            *strides(dv), mask_stride(key_mask),
-            *((0, 0) if alpha is None else alpha.stride()),
-            *((0, 0) if beta is None else beta.stride()),
-            lse.stride(1), kv_heads, tokens, span, 0 if parts is None else parts.shape[1],
-            tiles, scale,
-            D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, STEP=t.rows, BLOCK=block,
-            GROUP=heads // kv_heads, FULL=rows == t.rows and tokens % rows == 0,
-            HAS_MASK=key_mask is not None, CAUSAL=is_causal, LINEAR=linear,
-            NORMALIZE=normalize_keys, PRECISE=precise(q),
-            AVERAGE=add_to is not None or (linear and mix is None), ADD=add_to is not None,
-            ALIKE=alike(q, k, v, dout, dq, dk, dv), **t.options,
-        )  # fmt: skip
+        parts = few_parts(parts, q.shape[-1], v.shape[-1])
+    given = None if add_to is None else tuple(x.stride() for x in add_to)
+    *rows, sums_shapes, launch = _diag_backward_plan(
+        layout(q), layout(k), layout(v), dout.stride(), given, mask_stride(key_mask),
+        NO_SCALE if alpha is None else alpha.stride(), NO_SCALE if beta is None else beta.stride(),
+        lse.stride(1), 0 if parts is None else parts.shape[1], block, scale, is_causal, linear,
+        normalize_keys, linear and mix is None,
+    )  # fmt: skip
+    dq, dk, dv = add_to or (
+        x.new_empty_strided(*like) for x, like in zip((q, k, v), rows, strict=True)
+    )
+    sums = [
+        floats(q, *shape) if needed else None
+        for shape, needed in zip(sums_shapes, slopes, strict=True)
+    ]
+    launch(
+        q, k, v, dout, lse, key_mask, alpha, beta, mix, *(state or (None, None, None)), parts,
+        dq, dk, dv, *sums,
+    )  # fmt: skip
     dalpha, dbeta, dmix = (x if x is None else x.sum(-1) for x in sums)
     found = dalpha, dbeta, dmix if dmix is None else dmix.sum(0)
     return dq, dk, dv, *(floats(q, 0) if x is None else x for x in found)
+
+
+@planned
+def _diag_backward_plan(
+    q: Layout, k: Layout, v: Layout, dout: tuple[int, ...], given: tuple[Any, ...] | None,
+    mask: int | None, alpha: tuple[int, ...], beta: tuple[int, ...], lse: int, count: int,
+    block: int, scale: float, is_causal: bool, linear: bool, normalize_keys: bool, average: bool,
+) -> tuple[Any, ...]:  # fmt: skip
+    (b, heads, tokens, d), _, dtype, device = q
+    _, kv_heads, _, e = v[0]
+    t, rows = block_tile("diag_backward", block, d, e, dtype, device)
+    pieces, span = split(tokens, b * kv_heads, t, device, program=DIAG_PROGRAM)
+    tiles = steps(tokens, t.rows)
+    found = rows_of(q, d), rows_of(k, d), rows_of(v, e)
+    every = q[1], k[1], v[1], dout, *(given or (x[1] for x in found))
+    launch = Launch(
+        diag_backward_kernel, (pieces, b * kv_heads),
+        (*row_strides(*every), mask or 0, *alpha, *beta,
+         lse, kv_heads, tokens, span, count, tiles, scale),
+        D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, STEP=t.rows, BLOCK=block,
+        GROUP=heads // kv_heads, FULL=rows == t.rows and tokens % rows == 0,
+        HAS_MASK=mask is not None, CAUSAL=is_causal, LINEAR=linear,
+        NORMALIZE=normalize_keys, PRECISE=dtype == torch.float32,
+        AVERAGE=given is not None or average, ADD=given is not None,
+        ALIKE=alike(*every), **t.options,
+    )  # fmt: skip
+    sums = (b, heads, tiles), (b, kv_heads, tiles), (b, heads, tiles)
+    return *found, sums, launch

@@ -49,7 +49,7 @@ def _decode_impl(
             q, k, v, log_mass.contiguous(), mean.contiguous(), key_mask, alpha, beta,
             out, new_log_mass, new_mean,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
-            mask_stride(key_mask), *alpha.stride(), *beta.stride(),
+            mask_stride(key_mask) or 0, *alpha.stride(), *beta.stride(),
             kv_heads, q.shape[1] // kv_heads,
             D=d, E=e, BD=padded(d), BE=block, HAS_MASK=key_mask is not None,
             NORMALIZE=normalize_keys, num_warps=4,

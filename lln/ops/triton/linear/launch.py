@@ -9,19 +9,19 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from lln.ops.triton.library import (
+from lln.ops.triton.launching import (
+    Launch,
+    Layout,
     alike,
-    contiguous_mask,
-    empty_rows,
-    floats,
-    mask_stride,
-    on_device,
-    rows_contiguous,
-    strides,
+    layout,
+    planned,
+    row_strides,
+    rows_of,
+    steps,
 )
+from lln.ops.triton.library import contiguous_mask, floats, mask_stride, rows_contiguous
 from lln.ops.triton.linear.read_kernels import read_backward_kernel, read_kernel
 from lln.ops.triton.linear.summarize_kernels import (
     merge_gradients_kernel,
@@ -58,6 +58,13 @@ def empty_lse(q: Tensor) -> Tensor:
     return floats(q, b, heads, 2 if precise(q) else 1, queries)
 
 
+def lse_strides(q: Layout) -> tuple[int, int]:
+    """Batch and head strides of :func:`empty_lse`."""
+    (_, heads, queries, _), _, dtype, _ = q
+    rows = 2 if dtype == torch.float32 else 1
+    return heads * rows * queries, rows * queries
+
+
 def precise(q: Tensor) -> bool:
     """Whether logsumexp is kept as two numbers."""
     return q.dtype == torch.float32
@@ -71,33 +78,47 @@ def summarize_parts(
 
     ``segments`` = (count, span) fixes the parts: the first ``count`` segments of ``span`` keys.
     """
-    (b, heads, keys, d), e = k.shape, v.shape[-1]
-    t = tile("summarize", d, e, k.dtype, k.device)
-    block = value_block(d, e, k.dtype, t)
-    columns = triton.cdiv(e, block)
-    count, span = segments or split(keys, b * heads * columns, t, k.device, merged=True)
+    shape, launch = _summarize_plan(
+        layout(k), layout(v), beta.stride(), mask_stride(key_mask), normalize_keys, segments
+    )
+    parts = floats(k, *shape)
+    launch(k, v, beta, key_mask, parts, None, None)
+    return parts, shape[1]
+
+
+@planned
+def _summarize_plan(
+    k: Layout, v: Layout, beta: tuple[int, ...], mask: int | None, normalize_keys: bool,
+    segments: tuple[int, int] | None,
+) -> tuple[tuple[int, int, int], Launch]:  # fmt: skip
+    ((b, heads, keys, d), k_strides, dtype, device), ((*_, e), v_strides, *_) = k, v
+    t = tile("summarize", d, e, dtype, device)
+    block = value_block(d, e, dtype, t)
+    columns = steps(e, block)
+    count, span = segments or split(keys, b * heads * columns, t, device, merged=True)
     keys = min(keys, count * span)
-    parts = floats(k, b * heads, count, d * (e + 2))
-    with on_device(k):
-        summarize_kernel[(count, b * heads, columns)](
-            k, v, beta, key_mask, parts, None, None,
-            *strides(k), *strides(v), *beta.stride(), mask_stride(key_mask), heads, keys, span,
-            D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows,
-            FULL=keys % t.rows == 0 and span % t.rows == 0, HAS_MASK=key_mask is not None,
-            NORMALIZE=normalize_keys, ALIKE=alike(k, v), **t.options,
-        )  # fmt: skip
-    return parts, count
+    return (b * heads, count, d * (e + 2)), Launch(
+        summarize_kernel, (count, b * heads, columns),
+        (*row_strides(k_strides, v_strides), *beta, mask or 0, heads, keys, span),
+        D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows,
+        FULL=keys % t.rows == 0 and span % t.rows == 0, HAS_MASK=mask is not None,
+        NORMALIZE=normalize_keys, ALIKE=alike(k_strides, v_strides), **t.options,
+    )  # fmt: skip
 
 
 def merge(parts: Tensor, count: int, state: Merged, *, natural: bool = False) -> None:
     """Fill ``state`` from the parts of its heads."""
-    b, heads, d, e = state.mean.shape
+    _merge_plan(state.mean.shape, count, natural, parts.device)(parts, *state, None)
+
+
+@planned
+def _merge_plan(shape: tuple[int, ...], count: int, natural: bool, _: torch.device) -> Launch:
+    b, heads, d, e = shape
     block = min(padded(e), 128)
-    with on_device(parts):
-        merge_kernel[(b * heads, triton.cdiv(d, 4), triton.cdiv(e, block))](
-            parts, *state, None, 0, heads, count,
-            D=d, E=e, BD=4, BE=block, MANY=8, NATURAL=natural, num_warps=4,
-        )  # fmt: skip
+    return Launch(
+        merge_kernel, (b * heads, steps(d, 4), steps(e, block)), (0, heads, count),
+        D=d, E=e, BD=4, BE=block, MANY=8, NATURAL=natural, num_warps=4,
+    )  # fmt: skip
 
 
 def read(
@@ -105,24 +126,31 @@ def read(
     kv_heads: int, e: int, save: bool, natural: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(out, lse) from a merged state, or from parts (then ``state`` is filled if ``save``)."""
-    b, heads, queries, d = q.shape
-    t = tile("read", d, e, q.dtype, q.device)
-    block = value_block(d, e, q.dtype, t)
-    columns = triton.cdiv(e, block)
-    pieces, span = split(queries, b * heads * columns, t, q.device)
-    out = empty_rows(q, e)
+    rows, launch = _read_plan(layout(q), alpha.stride(), count, kv_heads, e, save, natural)
+    out = q.new_empty_strided(*rows)
     lse = empty_lse(q) if save else None
-    with on_device(q):
-        read_kernel[(pieces, b * heads, columns)](
-            q, out, lse, alpha, parts, *(state or (None, None, None)), None, None,
-            *strides(q), *strides(out), *((0, 0) if lse is None else lse.stride()[:2]),
-            *alpha.stride(),
-            heads, heads // kv_heads, queries, span, count,
-            D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=queries % t.rows == 0,
-            NATURAL=natural, PRECISE=precise(q), SAVE=save, ALIKE=alike(q, out),
-            **t.options,
-        )  # fmt: skip
+    launch(q, out, lse, alpha, parts, *(state or (None, None, None)), None, None)
     return out, lse
+
+
+@planned
+def _read_plan(
+    q: Layout, alpha: tuple[int, ...], count: int, kv_heads: int, e: int, save: bool, natural: bool
+) -> tuple[Any, Launch]:
+    (b, heads, queries, d), q_strides, dtype, device = q
+    t = tile("read", d, e, dtype, device)
+    block = value_block(d, e, dtype, t)
+    columns = steps(e, block)
+    pieces, span = split(queries, b * heads * columns, t, device)
+    rows = rows_of(q, e)
+    return rows, Launch(
+        read_kernel, (pieces, b * heads, columns),
+        (*row_strides(q_strides, rows[1]), *(lse_strides(q) if save else (0, 0)), *alpha,
+         heads, heads // kv_heads, queries, span, count),
+        D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=queries % t.rows == 0,
+        NATURAL=natural, PRECISE=dtype == torch.float32, SAVE=save,
+        ALIKE=alike(q_strides, rows[1]), **t.options,
+    )  # fmt: skip
 
 
 def read_backward(
@@ -131,38 +159,59 @@ def read_backward(
     mix: Tensor | None = None, share: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dq, parts [B·Hkv, count, D·E + D] of (dM, g), dalpha or None); ``parts_only`` skips dq."""
-    (b, heads, queries, d), (_, kv_heads, _, e) = q.shape, mean.shape
     dout = rows_contiguous(dout)
-    t = tile("read_backward", d, e, q.dtype, q.device)
-    block = value_block(d, e, q.dtype, t)
-    columns = triton.cdiv(e, block)
-    pieces, span = split(queries, b * heads * columns, t, q.device, merged=True)
-    dq = q.new_empty((0, 0, 0, 0)) if parts_only else empty_rows(q, d)
-    group = heads // kv_heads
-    parts = floats(q, b * kv_heads, group * pieces, d * (e + 1))
-    slopes = floats(q, b, heads, pieces) if need_alpha else None
-    with on_device(q):
-        read_backward_kernel[(pieces, b * heads, columns)](
-            q, dout, lse, alpha, mix, log_mass, mean, None if parts_only else dq, parts, slopes,
-            None, None, *strides(q), *strides(dout), *strides(dq), *lse.stride()[:2],
-            *alpha.stride(),
-            heads, group, queries, span, share,
-            D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=queries % t.rows == 0,
-            NATURAL=natural, PRECISE=precise(q), ALIKE=alike(q, dout, dq),
-            **t.options,
-        )  # fmt: skip
+    rows, parts_shape, slopes_shape, launch = _read_backward_plan(
+        layout(q), dout.stride(), mean.shape, alpha.stride(), lse.stride(), parts_only, natural,
+        share,
+    )  # fmt: skip
+    dq = q.new_empty_strided(*rows)
+    parts = floats(q, *parts_shape)
+    slopes = floats(q, *slopes_shape) if need_alpha else None
+    launch(
+        q, dout, lse, alpha, mix, log_mass, mean, None if parts_only else dq, parts, slopes,
+        None, None,
+    )  # fmt: skip
     return dq, parts, None if slopes is None else slopes.sum(-1)
+
+
+@planned
+def _read_backward_plan(
+    q: Layout, dout: tuple[int, ...], mean: torch.Size, alpha: tuple[int, ...],
+    lse: tuple[int, ...], parts_only: bool, natural: bool, share: float,
+) -> tuple[Any, tuple[int, int, int], tuple[int, int, int], Launch]:  # fmt: skip
+    ((b, heads, queries, d), q_strides, dtype, device), (_, kv_heads, _, e) = q, mean
+    t = tile("read_backward", d, e, dtype, device)
+    block = value_block(d, e, dtype, t)
+    columns = steps(e, block)
+    pieces, span = split(queries, b * heads * columns, t, device, merged=True)
+    rows = ((0, 0, 0, 0), (1, 1, 1, 1)) if parts_only else rows_of(q, d)
+    group = heads // kv_heads
+    launch = Launch(
+        read_backward_kernel, (pieces, b * heads, columns),
+        (*row_strides(q_strides, dout, rows[1]), *lse[:2], *alpha, heads, group, queries, span,
+         share),
+        D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=queries % t.rows == 0,
+        NATURAL=natural, PRECISE=dtype == torch.float32,
+        ALIKE=alike(q_strides, dout, rows[1]), **t.options,
+    )  # fmt: skip
+    return rows, (b * kv_heads, group * pieces, d * (e + 1)), (b, heads, pieces), launch
 
 
 def merge_gradients(parts: Tensor) -> Tensor:
     """Σ over the parts of each key head: [B·Hkv, 1, D·E + D]."""
-    heads, count, size = parts.shape
+    heads, _, size = parts.shape
     total = parts.new_empty((heads, 1, size))
-    with on_device(parts):
-        merge_gradients_kernel[(heads, triton.cdiv(size, 256))](
-            parts, total, None, 0, 1, 1, count, size, BLOCK=256, MANY=8, num_warps=4
-        )
+    _merge_gradients_plan(parts.shape, parts.device)(parts, total, None)
     return total
+
+
+@planned
+def _merge_gradients_plan(shape: tuple[int, ...], _: torch.device) -> Launch:
+    heads, count, size = shape
+    return Launch(
+        merge_gradients_kernel, (heads, steps(size, 256)), (0, 1, 1, count, size),
+        BLOCK=256, MANY=8, num_warps=4,
+    )  # fmt: skip
 
 
 def few_parts(parts: Tensor, d: int, e: int) -> Tensor:
@@ -175,23 +224,33 @@ def summarize_backward(
     norm: Tensor, *, normalize_keys: bool, need_beta: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dk, dv, dbeta or None) from the parts of (dM, g)."""
-    (b, heads, keys, d), e = k.shape, v.shape[-1]
-    parts = few_parts(parts, d, e)
-    t = tile("summarize_backward", d, e, k.dtype, k.device)
-    block = value_block(d, e, k.dtype, t)
-    pieces, span = split(keys, b * heads, t, k.device)
-    dk, dv = empty_rows(k, d), empty_rows(v, e)
-    slopes = floats(k, b, heads, pieces) if need_beta else None
-    with on_device(k):
-        summarize_backward_kernel[(pieces, b * heads)](
-            k, v, beta, key_mask, norm, parts, dk, dv, slopes, None, None,
-            *strides(k), *strides(v), *strides(dk), *strides(dv), *beta.stride(),
-            mask_stride(key_mask), heads, keys, span, parts.shape[1],
-            D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows,
-            FULL=keys % t.rows == 0, HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys,
-            ALIKE=alike(k, v, dk, dv), **t.options,
-        )  # fmt: skip
+    parts = few_parts(parts, k.shape[-1], v.shape[-1])
+    dk_rows, dv_rows, slopes_shape, launch = _summarize_backward_plan(
+        layout(k), layout(v), beta.stride(), mask_stride(key_mask), parts.shape[1], normalize_keys
+    )
+    dk, dv = k.new_empty_strided(*dk_rows), v.new_empty_strided(*dv_rows)
+    slopes = floats(k, *slopes_shape) if need_beta else None
+    launch(k, v, beta, key_mask, norm, parts, dk, dv, slopes, None, None)
     return dk, dv, None if slopes is None else slopes.sum(-1)
+
+
+@planned
+def _summarize_backward_plan(
+    k: Layout, v: Layout, beta: tuple[int, ...], mask: int | None, count: int, normalize_keys: bool
+) -> tuple[Any, Any, tuple[int, int, int], Launch]:
+    ((b, heads, keys, d), k_strides, dtype, device), ((*_, e), v_strides, *_) = k, v
+    t = tile("summarize_backward", d, e, dtype, device)
+    pieces, span = split(keys, b * heads, t, device)
+    dk, dv = rows_of(k, d), rows_of(v, e)
+    launch = Launch(
+        summarize_backward_kernel, (pieces, b * heads),
+        (*row_strides(k_strides, v_strides, dk[1], dv[1]), *beta, mask or 0, heads, keys,
+         span, count),
+        D=d, E=e, BD=padded(d), BE=value_block(d, e, dtype, t), ROWS=t.rows,
+        FULL=keys % t.rows == 0, HAS_MASK=mask is not None, NORMALIZE=normalize_keys,
+        ALIKE=alike(k_strides, v_strides, dk[1], dv[1]), **t.options,
+    )  # fmt: skip
+    return dk, dv, (b, heads, pieces), launch
 
 
 def prepared(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Any:

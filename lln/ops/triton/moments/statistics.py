@@ -44,8 +44,8 @@ def _deviations_impl(
     with on_device(q):
         moments_kernel[(count, b * (heads + kv_heads))](
             q, k, query_mask, key_mask, parts, *strides(q), *strides(k),
-            mask_stride(query_mask), mask_stride(key_mask), b, heads, kv_heads, queries, keys,
-            q_span, k_span, D=d, BD=padded(d), ROWS=t.rows,
+            mask_stride(query_mask) or 0, mask_stride(key_mask) or 0, b, heads, kv_heads, queries,
+            keys, q_span, k_span, D=d, BD=padded(d), ROWS=t.rows,
             FULL=0 < queries == count * q_span and 0 < keys == count * k_span, STAGES=t.stages,
             num_warps=t.warps, num_stages=t.stages,
         )  # fmt: skip

@@ -9,16 +9,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lln.ops.triton.library import (
+from lln.ops.triton.launching import (
+    Launch,
+    Layout,
     alike,
-    empty_rows,
-    floats,
-    mask_stride,
-    on_device,
-    rows_contiguous,
-    strides,
+    layout,
+    planned,
+    row_strides,
+    rows_of,
+    steps,
 )
-from lln.ops.triton.linear.launch import empty_lse, precise, summarize_parts
+from lln.ops.triton.library import floats, mask_stride, rows_contiguous
+from lln.ops.triton.linear.launch import empty_lse, summarize_parts
 from lln.ops.triton.tiles import CHUNK, Tile, padded, segments, tile
 from lln.ops.triton.triangle.dkdv_kernels import causal_dkdv_kernel, summarize_queries_kernel
 from lln.ops.triton.triangle.dq_kernels import causal_dq_kernel
@@ -33,16 +35,16 @@ class Given(NamedTuple):
     mean: Tensor | None
 
 
-def factors(q: Tensor) -> dict[str, Any]:
+def factors(dtype: torch.dtype) -> dict[str, Any]:
     """How the exponential factors are multiplied: they need the exponents of float32.
 
     bfloat16 has them; float16 inputs have three more digits, so their factors are two bfloat16
     numbers each. Triton's interpreter has no dot of bfloat16.
     """
     interpreted = not isinstance(causal_kernel, triton.JITFunction)
-    if q.dtype == torch.float32 or interpreted:
+    if dtype == torch.float32 or interpreted:
         return {"WIDE": tl.float32, "TERMS": 3}
-    return {"WIDE": tl.bfloat16, "TERMS": 2 if q.dtype == torch.float16 else 1}
+    return {"WIDE": tl.bfloat16, "TERMS": 2 if dtype == torch.float16 else 1}
 
 
 def carried_values(d: int, e: int) -> int:
@@ -55,9 +57,9 @@ def carried_values(d: int, e: int) -> int:
     return max(padded(e), min(padded(d), 64))
 
 
-def carry_options(t: Tile, q: Tensor) -> dict[str, bool]:
+def carry_options(t: Tile, dtype: torch.dtype) -> dict[str, bool]:
     """Carry sums if the tile says so and the dtype has the exponents: float16 has not."""
-    return {"SUMS": t.sums and q.dtype != torch.float16}
+    return {"SUMS": t.sums and dtype != torch.float16}
 
 
 def empty_before(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -69,13 +71,55 @@ def empty_before(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def scan(parts: Tensor, merged: Tensor, given: Given, d: int, e: int, *, reverse: bool) -> None:
     """Merge the parts of each head in order (from the last one if ``reverse``) into ``merged``."""
-    heads, count, size = parts.shape
+    _scan_plan(parts.shape, d, e, reverse, parts.device)(parts, merged, *given)
+
+
+@planned
+def _scan_plan(shape: tuple[int, ...], d: int, e: int, reverse: bool, _: torch.device) -> Launch:
+    heads, count, size = shape
     block = min(padded(e), 128)
-    with on_device(parts):
-        scan_kernel[(heads, triton.cdiv(d, 4), triton.cdiv(e, block))](
-            parts, merged, *given, count, D=d, E=e, BD=4, BE=block,
-            VECTORS=size // d - e, REVERSE=reverse, num_warps=1,
-        )  # fmt: skip
+    return Launch(
+        scan_kernel, (heads, steps(d, 4), steps(e, block)), (count,), D=d, E=e, BD=4, BE=block,
+        VECTORS=size // d - e, REVERSE=reverse, num_warps=1,
+    )  # fmt: skip
+
+
+class Scales(NamedTuple):
+    """What the kernels are told of the mask, alpha and beta: strides, and whether there is one."""
+
+    mask: int | None
+    alpha: tuple[int, ...]
+    beta: tuple[int, ...]
+    normalize_keys: bool
+
+    def numbers(self, heads: int, group: int, tokens: int, span: int) -> tuple[int, ...]:
+        """The arguments of a kernel after its tensors' strides."""
+        return self.mask or 0, *self.alpha, *self.beta, heads, group, tokens, span
+
+
+def _constants(t: Tile, shape: torch.Size, e: int, dtype: torch.dtype) -> dict[str, Any]:
+    """What all kernels of chunks share."""
+    tokens, d = shape[2:]
+    return {
+        "D": d,
+        "E": e,
+        "BD": padded(d),
+        "BE": carried_values(d, e),
+        "ROWS": CHUNK,
+        "FULL": tokens % CHUNK == 0,
+        "PRECISE": dtype == torch.float32,
+        **t.options,
+    }
+
+
+def _of_keys(scales: Scales, t: Tile, dtype: torch.dtype) -> dict[str, Any]:
+    """What those that see keys have beside it."""
+    return {
+        "HAS_MASK": scales.mask is not None,
+        "NORMALIZE": scales.normalize_keys,
+        **factors(dtype),
+        **carry_options(t, dtype),
+    }
 
 
 def causal(
@@ -83,25 +127,33 @@ def causal(
     given: Given, normalize_keys: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, lse, states before the segments)."""
-    (b, heads, tokens, d), (_, kv_heads, _, e) = q.shape, v.shape
-    count, span = segments(tokens, b * heads, q.device)
+    scales = Scales(mask_stride(key_mask), alpha.stride(), beta.stride(), normalize_keys)
+    (count, span), rows, launch = _causal_plan(layout(q), layout(k), layout(v), scales)
     before = empty_before(q, k, v)
     if count > 1:
         parts, _ = summarize_parts(k, v, beta, key_mask, normalize_keys, (count - 1, span))
-        scan(parts, before, given, d, e, reverse=False)
-    out, lse = empty_rows(q, e), empty_lse(q)
-    t = tile("causal", d, e, q.dtype, q.device)
-    with on_device(q):
-        causal_kernel[(count, b * heads)](
-            q, k, v, out, lse, key_mask, alpha, beta, before, *given,
-            *strides(q), *strides(k), *strides(v), *strides(out), mask_stride(key_mask),
-            *alpha.stride(), *beta.stride(), heads, heads // kv_heads, tokens, span,
-            D=d, E=e, BD=padded(d), BE=carried_values(d, e), ROWS=CHUNK,
-            FULL=tokens % CHUNK == 0, HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys,
-            PRECISE=precise(q), ALIKE=alike(q, k, v, out), **factors(q), **carry_options(t, q),
-            **t.options,
-        )  # fmt: skip
+        scan(parts, before, given, q.shape[-1], v.shape[-1], reverse=False)
+    out, lse = q.new_empty_strided(*rows), empty_lse(q)
+    launch(q, k, v, out, lse, key_mask, alpha, beta, before, *given)
     return out, lse, before
+
+
+@planned
+def _causal_plan(
+    q: Layout, k: Layout, v: Layout, scales: Scales
+) -> tuple[tuple[int, int], Any, Launch]:
+    shape, _, dtype, device = q
+    (b, heads, tokens, d), (_, kv_heads, _, e) = shape, v[0]
+    count, span = segments(tokens, b * heads, device)
+    out = rows_of(q, e)
+    t = tile("causal", d, e, dtype, device)
+    every = q[1], k[1], v[1], out[1]
+    launch = Launch(
+        causal_kernel, (count, b * heads),
+        (*row_strides(*every), *scales.numbers(heads, heads // kv_heads, tokens, span)),
+        **_constants(t, shape, e, dtype), **_of_keys(scales, t, dtype), ALIKE=alike(*every),
+    )  # fmt: skip
+    return (count, span), out, launch
 
 
 class Gradients(NamedTuple):
@@ -119,45 +171,27 @@ def causal_backward(
     normalize_keys: bool, need_alpha: bool, need_beta: bool, need_state: bool,
 ) -> Gradients:  # fmt: skip
     """All gradients; those of grouped query heads are summed for their key head."""
-    (b, heads, tokens, d), (_, kv_heads, _, e) = q.shape, v.shape
+    (b, heads, tokens, _), kv_heads = q.shape, k.shape[1]
     group = heads // kv_heads
-    count, span = segments(tokens, b * heads, q.device)
     dout = rows_contiguous(dout)
-    dq = empty_rows(q, d)
+    scales = Scales(mask_stride(key_mask), alpha.stride(), beta.stride(), normalize_keys)
+    first = 0 if need_state else 1
+    (count, span), (dq_rows, *keys), launch_dq, launch_dkdv = _causal_backward_plan(
+        layout(q), layout(k), layout(v), dout.stride(), scales, first
+    )
+    dq = q.new_empty_strided(*dq_rows)
     delta = floats(q, b, heads, tokens)
     flags = q.new_empty((b * heads, count), dtype=torch.int32)
     alpha_sums = floats(q, b, heads, count) if need_alpha else None
     beta_sums = floats(q, b, kv_heads, group, count) if need_beta else None
-    widths = {"D": d, "E": e, "BD": padded(d), "BE": carried_values(d, e)}
-    options = {
-        "ROWS": CHUNK,
-        "FULL": tokens % CHUNK == 0,
-        "HAS_MASK": key_mask is not None,
-        "NORMALIZE": normalize_keys,
-        "PRECISE": precise(q),
-        **factors(q),
-    }
-    scales = (mask_stride(key_mask), *alpha.stride(), *beta.stride(), heads, group, tokens, span)
-    t = tile("causal_dq", d, e, q.dtype, q.device)
-    with on_device(q):
-        causal_dq_kernel[(count, b * heads)](
-            q, k, v, dout, lse, key_mask, alpha, beta, before, *given, dq, delta, flags, alpha_sums,
-            *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), *scales,
-            **widths, **options, ALIKE=alike(q, k, v, dout, dq), **carry_options(t, q), **t.options,
-        )  # fmt: skip
-    first = 0 if need_state else 1
+    launch_dq(
+        q, k, v, dout, lse, key_mask, alpha, beta, before, *given, dq, delta, flags, alpha_sums
+    )
     after = summarize_queries(q, dout, lse, delta, alpha, first, count, span)
     # grouped heads: one gradient per query head, summed afterwards
-    dk = empty_rows(k, d) if group == 1 else floats(q, b, heads, tokens, d)
-    dv = empty_rows(v, e) if group == 1 else floats(q, b, heads, tokens, e)
-    t = tile("causal_dkdv", d, e, q.dtype, q.device)
-    with on_device(q):
-        causal_dkdv_kernel[(count, b * heads)](
-            q, k, v, dout, lse, delta, key_mask, alpha, beta, after, flags, dk, dv, beta_sums,
-            *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv),
-            *scales, first, **widths, **options, ALIKE=alike(q, k, v, dout, dk, dv),
-            **carry_options(t, q), **t.options,
-        )  # fmt: skip
+    wide = {} if group == 1 else {"dtype": torch.float32}
+    dk, dv = (x.new_empty_strided(*rows, **wide) for x, rows in zip((k, v), keys, strict=True))
+    launch_dkdv(q, k, v, dout, lse, delta, key_mask, alpha, beta, after, flags, dk, dv, beta_sums)
     if group > 1:
         dk = dk.unflatten(1, (kv_heads, group)).sum(2).to(k.dtype)
         dv = dv.unflatten(1, (kv_heads, group)).sum(2).to(v.dtype)
@@ -169,23 +203,63 @@ def causal_backward(
     )  # fmt: skip
 
 
+@planned
+def _causal_backward_plan(
+    q: Layout, k: Layout, v: Layout, dout: tuple[int, ...], scales: Scales, first: int
+) -> tuple[tuple[int, int], tuple[Any, Any, Any], Launch, Launch]:
+    shape, _, dtype, device = q
+    (b, heads, tokens, d), (_, kv_heads, _, e) = shape, v[0]
+    group = heads // kv_heads
+    count, span = segments(tokens, b * heads, device)
+    dq, dk, dv = rows_of(q, d), rows_of(k, d), rows_of(v, e)
+    if group > 1:
+        dk, dv = (
+            ((b, heads, tokens, width), (heads * tokens * width, tokens * width, width, 1))
+            for width in (d, e)
+        )
+    numbers = scales.numbers(heads, group, tokens, span)
+    given = q[1], k[1], v[1], dout
+    t = tile("causal_dq", d, e, dtype, device)
+    launch_dq = Launch(
+        causal_dq_kernel, (count, b * heads), (*row_strides(*given, dq[1]), *numbers),
+        **_constants(t, shape, e, dtype), **_of_keys(scales, t, dtype),
+        ALIKE=alike(*given, dq[1]),
+    )  # fmt: skip
+    t = tile("causal_dkdv", d, e, dtype, device)
+    launch_dkdv = Launch(
+        causal_dkdv_kernel, (count, b * heads),
+        (*row_strides(*given, dk[1], dv[1]), *numbers, first),
+        **_constants(t, shape, e, dtype), **_of_keys(scales, t, dtype),
+        ALIKE=alike(*given, dk[1], dv[1]),
+    )  # fmt: skip
+    return (count, span), (dq, dk, dv), launch_dq, launch_dkdv
+
+
 def summarize_queries(
     q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, alpha: Tensor,
     first: int, count: int, span: int,
 ) -> Tensor:  # fmt: skip
     """States of the queries from each segment on, for the segments from ``first`` on."""
-    (b, heads, tokens, d), e = q.shape, dout.shape[-1]
+    (b, heads, _, d), e = q.shape, dout.shape[-1]
     after = floats(q, b * heads, count - first, d * (e + 3))
     if count == first:
         return after
     parts = torch.empty_like(after)
-    t = tile("summarize", d, e, q.dtype, q.device)
-    with on_device(q):
-        summarize_queries_kernel[(count - first, b * heads)](
-            q, dout, lse, delta, alpha, parts, *strides(q), *strides(dout), *alpha.stride(),
-            heads, tokens, span, first, D=d, E=e, BD=padded(d), BE=carried_values(d, e),
-            ROWS=CHUNK, FULL=tokens % CHUNK == 0, PRECISE=precise(q), ALIKE=alike(q, dout),
-            **t.options,
-        )  # fmt: skip
+    launch = _queries_plan(layout(q), layout(dout), alpha.stride(), first, count, span)
+    launch(q, dout, lse, delta, alpha, parts)
     scan(parts, after, Given(None, None), d, e, reverse=True)
     return after
+
+
+@planned
+def _queries_plan(
+    q: Layout, dout: Layout, alpha: tuple[int, ...], first: int, count: int, span: int
+) -> Launch:
+    shape, _, dtype, device = q
+    (b, heads, tokens, d), e = shape, dout[0][-1]
+    t = tile("summarize", d, e, dtype, device)
+    return Launch(
+        summarize_queries_kernel, (count - first, b * heads),
+        (*row_strides(q[1], dout[1]), *alpha, heads, tokens, span, first),
+        **_constants(t, shape, e, dtype), ALIKE=alike(q[1], dout[1]),
+    )  # fmt: skip

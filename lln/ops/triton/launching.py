@@ -1,0 +1,127 @@
+"""Launches that are planned once per shape: what a call of a kernel costs beside the kernel.
+
+Triton binds thirty arguments at every launch, looks at each and builds a key to find the compiled
+kernel by: more host time than a small kernel runs. Of all these arguments only the addresses of the
+tensors change between two calls with the same shapes and strides.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import triton
+from torch import Tensor
+from triton.compiler import CompiledKernel
+
+from lln.ops.triton import tiles
+from lln.ops.triton.library import on_device
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Of a tensor: shape, strides, dtype, device. All that a launch may depend on beside its address.
+Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+ALIGNED = 15  # bits of an address that are 0 where Triton's kernels for aligned memory fit
+# Compiled kernels take all arguments of their source since 3.3; AMD's depend on more of a tensor.
+_REMEMBERS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
+_REMEMBERS = _REMEMBERS and torch.version.hip is None
+
+
+def layout(x: Tensor) -> Layout:
+    """What plans are remembered by."""
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+def planned(plan: Callable[P, R]) -> Callable[P, R]:
+    """Remember the plans of the last shapes, until :func:`lln.ops.triton.tiles.forget`."""
+    remembered = functools.lru_cache(maxsize=1024)(plan)
+    tiles.REMEMBERED.append(remembered)
+    return remembered
+
+
+def steps(size: int, step: int) -> int:
+    """size / step, rounded up; ``triton.cdiv`` is a function of the compiler, and takes longer."""
+    return -(-size // step)
+
+
+def rows_of(like: Layout, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of :func:`lln.ops.triton.library.empty_rows`."""
+    (b, h, n, _), strides, *_ = like
+    if strides[1] < strides[2]:
+        return (b, h, n, width), (n * h * width, width, h * width, 1)
+    return (b, h, n, width), (h * n * width, n * width, width, 1)
+
+
+def row_strides(*strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Batch, head and row strides of every tensor, one after the other."""
+    return tuple(step for x in strides for step in x[:3])
+
+
+def alike(*strides: tuple[int, ...]) -> bool:
+    """Whether the rows of all are equally far apart, as they are in most models."""
+    return len({x[2] for x in strides}) == 1
+
+
+class Launch:
+    """A kernel, its grid, and all of its arguments that are no tensors.
+
+    Called with the tensors, in the order of the kernel's parameters: the first ones. From the
+    second call on the compiled kernel is launched as it is, if all addresses are multiples of 16
+    and the tensors on the current CUDA device; through Triton's binder otherwise.
+
+    Args:
+        numbers: The parameters after the tensors.
+        constants: The others, and options of the compiler.
+    """
+
+    __slots__ = ("_after", "_compiled", "constants", "grid", "kernel", "numbers")
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...], **constants: Any
+    ) -> None:
+        self.kernel, self.numbers, self.constants = kernel, numbers, constants
+        self.grid = (*grid, 1, 1)[:3]
+        self._compiled: dict[tuple[torch.dtype | None, ...], CompiledKernel] = {}
+        self._after: tuple[Any, ...] = ()
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        first = tensors[0]
+        assert first is not None
+        if not on_current_device(first):
+            with on_device(first):
+                self._bind(tensors)
+            return
+        addresses = [None if x is None else x.data_ptr() for x in tensors]
+        if not all_aligned(addresses):
+            self._bind(tensors)
+            return
+        dtypes = tuple([None if x is None else x.dtype for x in tensors])
+        compiled = self._compiled.get(dtypes)
+        if compiled is not None:
+            compiled[self.grid](*addresses, *self._after)
+            return
+        found = self._bind(tensors)
+        names = getattr(self.kernel, "arg_names", ())[len(tensors) + len(self.numbers) :]
+        if _REMEMBERS and isinstance(found, CompiledKernel) and set(names) <= set(self.constants):
+            self._after = (*self.numbers, *(self.constants[name] for name in names))
+            self._compiled[dtypes] = found
+
+    def _bind(self, tensors: tuple[Tensor | None, ...]) -> Any:
+        return self.kernel[self.grid](*tensors, *self.numbers, **self.constants)
+
+
+def on_current_device(x: Tensor) -> bool:
+    """Whether x is in the memory of the CUDA device that kernels are launched on."""
+    return x.is_cuda and x.device.index == torch.cuda.current_device()
+
+
+def all_aligned(addresses: list[int | None]) -> bool:
+    """Whether all addresses are multiples of 16, as those of whole tensors are."""
+    bits = 0
+    for address in addresses:
+        if address is not None:
+            bits |= address
+    return not bits & ALIGNED
