@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lln.moments.line import MomentFit
-from lln.moments.matching import match_moments
+from lln.moments.matching import check_method, kernel_options, match_moments
 from lln.moments.statistics import (
+    check_measured,
     packed_score_variance,
     packed_standard_deviations,
     score_variance,
     standard_deviations,
 )
+from lln.ops import triton
+from lln.ops.arguments import transforms_active
+from lln.ops.dispatch import may_launch
+from lln.protocols import Call
 
 TARGETS = ("product", "measured")
 
@@ -57,6 +63,11 @@ def measure_scales(
         >>> alpha, beta = measure_scales(q, k, method="entropy")    # [2, 8, 9, 64] -> [2, 8] each
     """
     check_target(target)
+    check_measured(q, k, key_mask, query_mask)
+    check_method(method)
+    if target == "product" and in_two_launches(q, k, impl):
+        options = kernel_options(method, q.shape[-1], normalize_keys)
+        return triton.measure(q, k, key_mask=key_mask, query_mask=query_mask, **options)
     sigma_q, sigma_k = standard_deviations(
         q, k, key_mask=key_mask, query_mask=query_mask, impl=impl
     )
@@ -73,6 +84,13 @@ def measure_scales(
         score_variance=measured,
         impl=impl,
     )
+
+
+def in_two_launches(q: Tensor, k: Tensor, impl: str | None) -> bool:
+    """Whether kernels measure and match at once; a compiler fuses the formulas by itself."""
+    if torch.compiler.is_compiling() or not may_launch(impl) or transforms_active():
+        return False
+    return triton.refuses(Call("measure", q, k, k)) is None
 
 
 def measure_packed_scales(

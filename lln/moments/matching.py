@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Mapping
@@ -98,7 +99,7 @@ def match_moments(
         >>> match_moments(1.0, 1.0, 64, method="entropy")       # (1.8685..., 1.8685...)
     """
     head_dim = _checked_head_dim(head_dim)
-    _check_method(method)
+    check_method(method)
     given = {"sigma_q": sigma_q, "sigma_k": sigma_k, "score_variance": score_variance}
     given = {name: value for name, value in given.items() if value is not None}
     tensors = [value for value in given.values() if isinstance(value, Tensor)]
@@ -137,16 +138,21 @@ def _one_launch(values: Mapping[str, Tensor]) -> bool:
 def _match_in_one_launch(
     values: Mapping[str, Tensor], head_dim: int, method: str | MomentFit, normalize_keys: bool
 ) -> tuple[Tensor, Tensor]:
+    sigmas = values["sigma_q"], values["sigma_k"]
+    options = kernel_options(method, head_dim, normalize_keys)
+    return triton.match(*sigmas, values.get("score_variance"), **options)
+
+
+@functools.lru_cache(maxsize=256)
+def kernel_options(method: str | MomentFit, head_dim: int, normalize_keys: bool) -> dict[str, Any]:
+    """What :func:`lln.ops.triton.match` is told of a line or a curve."""
     line = PAPER if method == "paper" else method
     options: dict[str, Any] = {"floors": (SIGMA_FLOOR, _VARIANCE_FLOOR, _VARIANCE_CEILING)}
     if isinstance(line, MomentFit):
-        options["known"] = (line.a, line.b)
-    else:
-        found = curve(line, head_dim, normalize_keys)
-        options |= {"known": found.numbers, "coefficients": found.coefficients}
-        options["root"] = found.shape.power != 1
-    sigmas = values["sigma_q"], values["sigma_k"]
-    return triton.match(*sigmas, values.get("score_variance"), **options)
+        return {**options, "known": (float(line.a), float(line.b))}
+    found = curve(line, head_dim, normalize_keys)
+    known = {"known": found.numbers, "coefficients": found.coefficients}
+    return {**options, **known, "root": found.shape.power != 1}
 
 
 @constant_under_compile
@@ -193,7 +199,8 @@ def _checked_head_dim(head_dim: object) -> int:
     return size
 
 
-def _check_method(method: object) -> None:
+def check_method(method: object) -> None:
+    """Raise at what is neither the name of a method nor a line."""
     if isinstance(method, MomentFit):
         return
     if not isinstance(method, str):

@@ -42,7 +42,7 @@ def standard_deviations(
     Example:
         >>> sigma_q, sigma_k = standard_deviations(q, k)        # [2, 8, 100, 64] -> [2, 8]
     """
-    _check(q, k, key_mask, query_mask)
+    check_measured(q, k, key_mask, query_mask)
     if may_launch(impl) and triton.refuses(Call("standard_deviations", q, k, k)) is None:
         return triton.standard_deviations(q, k, key_mask=key_mask, query_mask=query_mask)
     return _deviation(q, query_mask, k.shape[1]), _deviation(k, key_mask, k.shape[1])
@@ -119,7 +119,7 @@ def score_variance(
     Example:
         >>> variance = score_variance(q, k)                     # [2, 8, 100, 64] -> [2, 8]
     """
-    _check(q, k, key_mask, query_mask)
+    check_measured(q, k, key_mask, query_mask)
     factor = 1 / q.shape[-1] if scale is None else scale**2
     # Under autocast these products would be rounded to half precision.
     with no_autocast(q):
@@ -131,7 +131,10 @@ def score_variance(
     return total * factor
 
 
-def _check(q: Tensor, k: Tensor, key_mask: Tensor | None, query_mask: Tensor | None) -> None:
+def check_measured(
+    q: Tensor, k: Tensor, key_mask: Tensor | None, query_mask: Tensor | None
+) -> None:
+    """Check queries, keys and their masks where no values are given."""
     for name, x in (("q", q), ("k", k)):
         check_floating(name, x)
         if x.dim() != 4:

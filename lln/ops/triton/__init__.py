@@ -1,8 +1,8 @@
 """Triton kernels; importing this package does not import triton, calling an op does.
 
-Same op names as :mod:`lln.ops`, plus ``standard_deviations``, ``match`` and ``convolution``. Each
-is registered with ``torch.library``: torch.compile keeps it whole, CUDA graphs capture it, and the
-same input gives bit-identical outputs and gradients on every run.
+Same op names as :mod:`lln.ops`, plus ``standard_deviations``, ``match``, ``measure`` and
+``convolution``. Each is registered with ``torch.library``: torch.compile keeps it whole, CUDA
+graphs capture it, and the same input gives bit-identical outputs and gradients on every run.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ _MODULES = {
     "convolution": "taps.convolution",
     "standard_deviations": "moments.statistics",
     "match": "moments.matching",
+    "measure": "moments.matching",
 }
 INSTALLED = importlib.util.find_spec("triton") is not None  # a constant, for torch.compile
 WIDTHS = (16, 32, 48, 64, 80, 96, 128, 256)

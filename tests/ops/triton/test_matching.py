@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lln import moments
-from lln.moments import matching
+from lln.moments import calibration, matching
 from lln.moments.line import MomentFit
 from tests.helpers import relative_error
 
@@ -101,3 +101,37 @@ def test_transforms_of_functions_go_to_the_formulas(launches, device):
 def test_no_heads_need_no_launch(device):
     alpha, beta = moments.match_moments(*(torch.empty(0, 3, device=device),) * 2, 64)
     assert alpha.shape == beta.shape == (0, 3)
+
+
+@pytest.mark.parametrize("method, normalize_keys", METHODS[:4])
+def test_measuring_and_matching_in_two_launches_changes_no_bit(
+    method, normalize_keys, launches, device, monkeypatch
+):
+    """Beside the same in three, with masks, head groups, and a sample without a valid token."""
+    q, k = torch.randn(3, 4, 40, 16, device=device), 2 * torch.randn(3, 2, 70, 16, device=device)
+    masks = {
+        "key_mask": torch.rand(3, 70, device=device) > 0.4,
+        "query_mask": torch.rand(3, 40, device=device) > 0.4,
+    }
+    masks["key_mask"][1] = masks["query_mask"][1] = False
+    options = {"method": method, "normalize_keys": normalize_keys}
+    for given in (masks, {}):
+        found = moments.measure_scales(q, k, **given, **options)
+        assert not launches
+        with monkeypatch.context() as patch:
+            patch.setattr(calibration, "in_two_launches", lambda *_: False)
+            expected = moments.measure_scales(q, k, **given, **options)
+        assert len(launches) == 1
+        for x, y in zip(found, expected, strict=True):
+            assert x.equal(y) and x.isfinite().all()
+        launches.clear()
+
+
+def test_where_nothing_is_measured(device):
+    for q, k in (
+        (torch.empty(2, 4, 0, 16), torch.empty(2, 2, 0, 16)),
+        (torch.empty(0, 4, 3, 16),) * 2,
+    ):
+        alpha, beta = moments.measure_scales(q.to(device), k.to(device))
+        assert alpha.shape == q.shape[:2] and beta.shape == k.shape[:2]
+        assert alpha.isfinite().all() and beta.isfinite().all()

@@ -16,7 +16,7 @@ from lln.ops.convolution import convolve_tokens
 from lln.protocols import HALF
 
 OPS = ("bidirectional", "causal", "lln_diag", "block_diagonal", "summarize", "read", "varlen")
-HELPERS = ("standard_deviations", "match", "convolution", "decode")
+HELPERS = ("standard_deviations", "match", "measure", "convolution", "decode")
 
 
 @pytest.fixture

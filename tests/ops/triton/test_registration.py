@@ -51,12 +51,16 @@ def arguments(name: str, device: str) -> tuple:
             *(torch.rand(2, 3, device=device) for _ in range(2)), None, [1e-4, 1e-16, 1e30],
             [0.2, -0.5], [0.0, 0.0], False,
         ),
+        "measure": (
+            q.detach(), k.detach(), mask, None, [1e-4, 1e-16, 1e30], [0.2, -0.5], [0.0, 0.0], False,
+        ),
     }[name]  # fmt: skip
 
 
 OPS = (
     *("bidirectional_train", "summarize", "read", "lln_diag_train", "block_diagonal"),
     *("near", "join_far", "causal", "varlen", "decode", "standard_deviations", "match"),
+    "measure",
     *("bidirectional", "lln_diag"),  # without gradients
 )
 

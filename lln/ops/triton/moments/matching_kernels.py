@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from lln.ops.triton.features import jit
+from lln.ops.triton.moments.statistics_kernels import deviation
 
 
 @jit
@@ -43,6 +44,60 @@ def match_kernel(
     else:
         y = sigma_q * sigma_k
         y *= y
+    spread = matched(
+        y, target_floor, target_ceiling, known, coefficients, LINE, ROOT, TERMS
+    )  # fmt: skip
+    tl.store(ALPHA + index, spread / sigma_q, mask=inside)
+    tl.store(BETA + index, spread / sigma_k, mask=inside)
+
+
+@jit
+def measure_kernel(
+    PARTS,
+    ALPHA,
+    BETA,
+    samples,
+    heads,
+    group,
+    q_count,
+    k_count,
+    sigma_floor,
+    target_floor,
+    target_ceiling,
+    known,
+    coefficients,
+    LINE: tl.constexpr,
+    ROOT: tl.constexpr,
+    TERMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """ALPHA of ``group`` query heads and BETA of their key head, from the parts of both."""
+    head = tl.program_id(0).to(tl.int64)
+    keys = PARTS + (head + samples * heads) * k_count * 3
+    sigma_q = at_least(deviation(PARTS + head * q_count * 3, q_count, BLOCK), sigma_floor)
+    sigma_k = at_least(deviation(keys, k_count, BLOCK), sigma_floor)
+    y = sigma_q * sigma_k
+    y *= y
+    spread = matched(
+        y, target_floor, target_ceiling, known, coefficients, LINE, ROOT, TERMS
+    )  # fmt: skip
+    for member in range(group):
+        tl.store(ALPHA + head * group + member, spread / sigma_q)
+    tl.store(BETA + head, spread / sigma_k)
+
+
+@jit
+def matched(
+    y,
+    target_floor,
+    target_ceiling,
+    known,
+    coefficients,
+    LINE: tl.constexpr,
+    ROOT: tl.constexpr,
+    TERMS: tl.constexpr,
+):
+    """σ̃/√2 for σ_sm² = y."""
     y = at_most(at_least(y, target_floor), target_ceiling)
     if LINE:
         sigma2 = (y - known[1]) / known[0]
@@ -56,9 +111,7 @@ def match_kernel(
         z = tl.log(1.0 + x) * known[4] - 1.0
         sigma2 = start * tl.exp(chebyshev(z, coefficients, TERMS))
         sigma2 *= 1.0 + (y - low) * known[5]
-    spread = tl.sqrt_rn(sigma2 * 0.5)
-    tl.store(ALPHA + index, spread / sigma_q, mask=inside)
-    tl.store(BETA + index, spread / sigma_k, mask=inside)
+    return tl.sqrt_rn(sigma2 * 0.5)
 
 
 @jit

@@ -135,13 +135,14 @@ def deviation_kernel(
 ):
     """Merge the parts of one key head and of the query heads that share it."""
     head = tl.program_id(0).to(tl.int64)
-    _deviation(PARTS + head * q_count * 3, q_count, SIGMA_Q + head, BLOCK)
     keys = PARTS + (head + samples * heads) * k_count * 3
-    _deviation(keys, k_count, SIGMA_K + head, BLOCK)
+    tl.store(SIGMA_Q + head, deviation(PARTS + head * q_count * 3, q_count, BLOCK))
+    tl.store(SIGMA_K + head, deviation(keys, k_count, BLOCK))
 
 
 @jit
-def _deviation(PARTS, count, SIGMA, BLOCK: tl.constexpr):
+def deviation(PARTS, count, BLOCK: tl.constexpr):
+    """The deviation of everything in ``count`` consecutive parts."""
     index = tl.arange(0, BLOCK)
     inside = index < count
     n = tl.load(PARTS + index * 3, mask=inside, other=0.0)
@@ -150,4 +151,4 @@ def _deviation(PARTS, count, SIGMA, BLOCK: tl.constexpr):
     total = tl.maximum(tl.sum(n), 1.0)
     shift = mean - tl.sum(n * mean) / total
     variance = tl.sum(square + n * shift * shift) / total
-    tl.store(SIGMA, tl.sqrt(tl.maximum(variance, 0.0)))
+    return tl.sqrt(tl.maximum(variance, 0.0))

@@ -1,0 +1,195 @@
+"""Launches: the compiled kernel gets what Triton's binder would give it, and only where it fits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lln.ops.triton import launching, tiles
+from lln.ops.triton.launching import Launch, layout, planned, rows_of
+from lln.ops.triton.library import empty_rows
+
+
+class Compiled:
+    """What a kernel was compiled to."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+
+    def __getitem__(self, grid):
+        return lambda *args: self.calls.append((grid, args))
+
+
+class Kernel:
+    """Compiles anew at every launch."""
+
+    arg_names = ("X", "Y", "step", "WIDTH", "ROWS")
+
+    def __init__(self) -> None:
+        self.compiled: list[Compiled] = []
+        self.bound: list[tuple] = []
+
+    def __getitem__(self, grid):
+        def run(*args, **constants):
+            self.bound.append((grid, args, constants))
+            self.compiled.append(Compiled())
+            return self.compiled[-1]
+
+        return run
+
+
+@pytest.fixture
+def launch(monkeypatch) -> Launch:
+    monkeypatch.setattr(launching, "CompiledKernel", Compiled)
+    monkeypatch.setattr(launching, "_REMEMBERS", True)
+    monkeypatch.setattr(launching, "on_current_device", lambda _: True)
+    return Launch(Kernel(), (2, 3), (7,), ROWS=16, WIDTH=8, num_warps=4)
+
+
+def aligned(*shape: int, dtype=torch.float32) -> torch.Tensor:
+    x = torch.zeros(*shape, dtype=dtype)
+    assert x.data_ptr() % 16 == 0
+    return x
+
+
+def test_the_second_launch_needs_no_binder(launch):
+    x, y = aligned(8), aligned(8)
+    for _ in range(3):
+        launch(x, y)
+    assert launch.kernel.bound == [((2, 3, 1), (x, y, 7), {"ROWS": 16, "WIDTH": 8, "num_warps": 4})]
+    again = ((2, 3, 1), (x.data_ptr(), y.data_ptr(), 7, 8, 16))  # in the order of the source
+    assert launch.kernel.compiled[0].calls == [again, again]
+
+
+def test_what_triton_compiles_apart_is_kept_apart(launch):
+    """None, another dtype; and an address that is no multiple of 16 is never remembered."""
+    x, half = aligned(8), aligned(8, dtype=torch.float16)
+    for tensors in ((x, x), (x, None), (x, half)):
+        launch(*tensors)
+        launch(*tensors)
+    assert [len(found.calls) for found in launch.kernel.compiled] == [1, 1, 1]
+    assert launch.kernel.compiled[1].calls[0][1][1] is None
+    for _ in range(2):
+        launch(x, x[1:])
+    assert len(launch.kernel.bound) == 5
+    launch(x, x[4:])  # 16 bytes further
+    assert len(launch.kernel.bound) == 5
+
+
+@pytest.mark.parametrize("name, value", [("_REMEMBERS", False), ("CompiledKernel", int)])
+def test_what_is_not_known_to_fit_goes_to_the_binder(launch, name, value, monkeypatch):
+    """An older Triton, or the interpreter, which gives back nothing."""
+    monkeypatch.setattr(launching, name, value)
+    for _ in range(3):
+        launch(aligned(8), aligned(8))
+    assert len(launch.kernel.bound) == 3
+
+
+def test_tensors_elsewhere_go_to_the_binder(launch, monkeypatch):
+    monkeypatch.setattr(launching, "on_current_device", lambda _: False)
+    for _ in range(3):
+        launch(aligned(8), aligned(8))
+    assert len(launch.kernel.bound) == 3
+
+
+def test_plans_are_made_once_and_forgotten_with_the_tiles():
+    made = []
+    plan = planned(lambda *key: made.append(key))
+    try:
+        for x in (torch.empty(2, 3), torch.empty(2, 3), torch.empty(3, 2).T):
+            plan(layout(x))
+        assert len(made) == 2
+        tiles.forget()
+        plan(layout(torch.empty(2, 3)))
+        assert len(made) == 3
+    finally:
+        tiles.REMEMBERED.remove(plan)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_planned_rows_are_those_that_tracing_expects(transposed):
+    x = torch.empty(2, 5, 3, 8).transpose(1, 2) if transposed else torch.empty(2, 3, 5, 8)
+    expected = empty_rows(x, 16)
+    assert rows_of(layout(x), 16) == (expected.shape, expected.stride())
+
+
+# Real kernels with Triton's own binder, on a device that is not there. Nothing is compiled: a
+# kernel is what notes its arguments.
+SCRIPT = """
+import json, torch, lln
+from lln.ops import triton as kernels
+from lln.ops.triton import launching
+from lln.study.bench.kernels.offline import _AbsentDevice, planned_for
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+import triton.compiler
+
+binders, launches = [], []
+
+class Noted:
+    function = packed_metadata = None
+    def launch_metadata(self, grid, stream, *args):
+        pass
+    def run(self, *given):
+        launches.append((given[:3], given[9:]))
+    def __getitem__(self, grid):
+        return lambda *args: self.run(*grid, *[None] * 6, *args)
+
+def compiled(self, key, signature, device, *rest):
+    return self.device_caches[device][0].setdefault(key, Noted())
+
+run = JITFunction.run
+def bound(self, *args, **options):
+    binders.append(self)
+    return run(self, *args, **options)
+
+def plain(x):
+    # addresses change from call to call; that there is one does not
+    if isinstance(x, torch.Tensor) or (isinstance(x, int) and x > 2**32):
+        return "address"
+    return str(x)
+
+JITFunction._do_compile, JITFunction.run = compiled, bound
+driver.set_active(_AbsentDevice(90))
+launching.CompiledKernel = Noted
+launching.on_current_device = lambda x: True
+kernels.refuses_device = lambda x: None
+scales = {"alpha": 2.0, "beta": 2.0}
+cases = [scales, {}, {**scales, "diag_block": 64}, {**scales, "is_causal": True},
+         {**scales, "diag_block": 64, "mix": "joint", "gamma": 0.0}]
+found = []
+with planned_for(90):
+    for options in cases:
+        given = [torch.randn(2, 600, 4, 64, dtype=torch.bfloat16).transpose(1, 2) for _ in "qkv"]
+        given = [x.requires_grad_() for x in given]
+        keep = []  # so that no address is used twice
+        counts = []
+        for _ in range(2):
+            binders.clear(); launches.clear()
+            out = lln.attention(*given, **options, impl="triton")
+            forward = len(launches)
+            keep.append(torch.autograd.grad(out, given, torch.ones_like(out)))
+            given_to = [(grid, [plain(x) for x in args]) for grid, args in launches]
+            counts.append((forward, len(launches), len(binders), given_to))
+        found.append(counts)
+same = [one[3] == other[3] for one, other in found]
+print(json.dumps([[one[:3], other[:3]] for one, other in found])); print(json.dumps(same))
+"""
+
+
+def test_compiled_kernels_get_what_the_binder_gave_them():
+    """Grids and all arguments but the addresses; the launches of a call, none bound twice."""
+    answer = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, timeout=120
+    )
+    assert answer.returncode == 0, answer.stderr
+    counts, same = map(json.loads, answer.stdout.splitlines())
+    launched = [(2, 4), (4, 6), (2, 4), (3, 7), (5, 11)]
+    for (first, second), (forward, both), equal in zip(counts, launched, same, strict=True):
+        assert first[:2] == second[:2] == [forward, both]
+        assert first[2] > 0 and second[2] == 0
+        assert equal
