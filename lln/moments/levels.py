@@ -100,15 +100,15 @@ def match_level(
 
 def _solve(near: Tensor, far: Tensor, linear: Tensor, counted: Tensor) -> Float[Tensor, "B H"]:
     """γ from the three logarithms ``[B, H, r]`` of the queries that count; 0 without any."""
+    hidden, above = ~counted, near - linear
     wanted_by_each = far - linear
-    low = wanted_by_each.masked_fill(~counted, torch.inf).amin(-1)
-    high = wanted_by_each.masked_fill(~counted, -torch.inf).amax(-1)
+    low = wanted_by_each.masked_fill(hidden, torch.inf).amin(-1)
+    high = wanted_by_each.masked_fill(hidden, -torch.inf).amax(-1)
     low, high = (x.masked_fill(~counted.any(-1), 0) for x in (low, high))
-    weight = counted.to(near.dtype)
-    target = ((near - far).sigmoid().masked_fill(~counted, 0) * weight).sum(-1)
+    target = (near - far).sigmoid().masked_fill(hidden, 0).sum(-1)
     for _ in range(STEPS):
         middle = (low + high) / 2
-        share = (near - linear - middle[..., None]).sigmoid().masked_fill(~counted, 0)
-        higher = (share * weight).sum(-1) > target  # too much for the near keys
+        share = (above - middle[..., None]).sigmoid().masked_fill(hidden, 0).sum(-1)
+        higher = share > target  # too much for the near keys
         low, high = torch.where(higher, middle, low), torch.where(higher, high, middle)
     return (low + high) / 2

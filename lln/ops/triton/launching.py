@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import triton
@@ -39,7 +39,7 @@ def planned(plan: Callable[P, R]) -> Callable[P, R]:
     """Remember the plans of the last shapes, until :func:`lln.ops.triton.tiles.forget`."""
     remembered = functools.lru_cache(maxsize=1024)(plan)
     tiles.REMEMBERED.append(remembered)
-    return remembered
+    return cast(Callable[P, R], remembered)
 
 
 def steps(size: int, step: int) -> int:
