@@ -120,7 +120,9 @@ def test_planned_rows_are_those_that_tracing_expects(transposed):
 # Real kernels with Triton's own binder, on a device that is not there. Nothing is compiled: a
 # kernel is what notes its arguments.
 SCRIPT = """
-import json, torch, lln
+import json, os
+os.environ["LLN_DIRECT_LAUNCH"] = "1"
+import torch, lln
 from lln.ops import triton as kernels
 from lln.ops.triton import launching
 from lln.study.bench.kernels.offline import _AbsentDevice, planned_for
