@@ -177,7 +177,7 @@ def test_a_small_op_is_compiled_and_its_rows_are_written(toolchain, tmp_path):
     (path,) = (tmp_path / "rows").glob("resources-sm90_*.json")
     rows = json.loads(path.read_text())["rows"]
     kernels = {row["kernel"] for row in rows}
-    assert kernels == {"moments_kernel", "deviation_kernel", "match_kernel"}
+    assert kernels == {"moments_kernel", "deviation_kernel", "match_kernel", "measure_kernel"}
     assert all(row["fits"] and row["programs"] > 0 and row["commit"] for row in rows)
     assert all(0 < row["registers"] <= 255 for row in rows)
 

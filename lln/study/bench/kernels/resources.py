@@ -210,9 +210,13 @@ def _statistics(case: ResourceCase, length: int) -> Launched:
     masks = {name: case.mask(1, length) for name in ("key_mask", "query_mask")}
     sigmas = kernels.standard_deviations(q, k, **masks)
     alike = {"floors": (0.0, 0.0, 1.0)}
-    kernels.match(*sigmas, None, known=(1.0, 0.0), **alike)
+    line = {"known": (1.0, 0.0), **alike}
+    kernels.match(*sigmas, None, **line)
+    kernels.measure(q, k, **masks, **line)
     for root in (False, True):
-        kernels.match(*sigmas, None, known=(1.0,) * 6, coefficients=(1.0,) * 23, root=root, **alike)
+        curve = {"known": (1.0,) * 6, "coefficients": (1.0,) * 23, "root": root, **alike}
+        kernels.match(*sigmas, None, **curve)
+        kernels.measure(q, k, **masks, **curve)
     return sigmas, []
 
 
