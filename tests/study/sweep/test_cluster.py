@@ -172,12 +172,29 @@ def test_a_run_that_is_killed_again_and_again_fails_alone(tmp_path, data, two_wo
 
 @pytest.mark.slow
 def test_time_that_is_up_ends_the_tasks(tmp_path, data, two_workers):
+    """The time is up when the run has started, however long a busy machine takes until then."""
     said = []
+
+    def hear(line):
+        said.append(line)
+        if line.startswith("started by"):
+            sweep.end = time.monotonic()
+
     jobs = planned([{**ALONE, "steps": 10**6}], tmp_path, data)
-    outcome = ClusterSweep(jobs, minutes=0.1, say=said.append).run()
-    assert len(outcome.left) == 1 and any("time is up: 1 runs" in line for line in said)
+    sweep = ClusterSweep(jobs, minutes=60, say=hear)
+    outcome = sweep.run()
+    assert len(outcome.left) == 1 and said[-1] == "time is up: 1 runs are stopped"
     pid = int(next(re.findall(r"process (\d+)", line)[0] for line in said if "process" in line))
     assert _is_gone(pid)
+
+
+@pytest.mark.slow
+def test_time_that_is_up_before_a_task_has_started_leaves_it_waiting(tmp_path, data, two_workers):
+    said = []
+    jobs = planned([{**ALONE, "steps": 10**6}], tmp_path, data)
+    outcome = ClusterSweep(jobs, minutes=0, say=said.append).run()
+    assert len(outcome.left) == 1 and not outcome.done and not outcome.failed
+    assert not any(line.startswith("started by") for line in said)
 
 
 def _is_gone(pid: int) -> bool:
