@@ -3,8 +3,9 @@
 The number comes from the operating system, not from torch: a child process makes the inputs,
 resets the kernel's high-water mark of resident memory (VmHWM), makes the call once and reads the
 mark again. So scratch buffers inside the math libraries count as well as tensors. The child returns
-freed blocks to the system at once (``MALLOC_MMAP_THRESHOLD_``), otherwise a block freed before the
-call and reused in it would not be seen. Linux only; elsewhere the answer is None.
+freed blocks to the system at once (``MALLOC_MMAP_THRESHOLD_``; torch for ARM has mimalloc instead),
+otherwise a block freed before the call and reused in it would not be seen. Linux only; elsewhere
+the answer is None.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from typing import Any, ClassVar, Protocol
 from lln.study.bench.cases import Case, call, inputs
 
 MB = 2**20
-RETURN_FREED_BLOCKS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+RETURN_FREED_BLOCKS = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MIMALLOC_PURGE_DELAY": "0",
+}
 RESET_PEAK = Path("/proc/self/clear_refs")
 STATUS = Path("/proc/self/status")
 

@@ -76,6 +76,9 @@ def growth(rows: Sequence[Row]) -> list[Row]:
             continue
         lengths = [row["N"] for row in curve]
         memory = [row["peak_mb"] for row in curve]
+        is_known = all(
+            peak is not None and peak > 0 for peak in memory
+        )  # pages are counted roughly
         found.append(
             {
                 "op": op,
@@ -84,7 +87,7 @@ def growth(rows: Sequence[Row]) -> list[Row]:
                 "from": min(lengths),
                 "to": max(lengths),
                 "time": round(exponent(lengths, [row["ms_p50"] for row in curve]), 3),
-                "memory": None if None in memory else round(exponent(lengths, memory), 3),
+                "memory": round(exponent(lengths, memory), 3) if is_known else None,
             }
         )
     return found
