@@ -67,6 +67,36 @@ def speed(results: Path) -> str:
     return f"{drawn}{markdown_table(names, lines)}\n\n{causal}\n\n{words}"
 
 
+def busy(results: Path) -> str:
+    """SDPA's time ÷ ours, with the machine to itself and beside busy processes."""
+    alone = latest(results, "attention")
+    beside = {load: latest(results, f"attention-load-{load}") for load in (1, 2, 4, 8)}
+    runs = {load: content for load, content in beside.items() if content is not None}
+    if alone is None or not runs:
+        return NOTHING_YET
+    shown = {
+        "LLN": ("bidirectional", "fwd"),
+        "causal LLN": ("causal", "fwd"),
+        "recommended, fwd+bwd": ("recommended", "fwd+bwd"),
+    }
+    ratios = {
+        load: {(r["op"], r["pass"], r["N"]): r["ratio"] for r in content["ratios"]}
+        for load, content in {0: alone, **runs}.items()
+    }
+    columns = [(label, load) for label in shown for load in ratios]
+    names = [f"{label}, {'alone' if load == 0 else f'beside {load}'}" for label, load in columns]
+    lines = []
+    for N in sorted({N for found in ratios.values() for _, _, N in found}):
+        cells = (ratios[load].get((*shown[label], N)) for label, load in columns)
+        lines.append([f"{N:,}", *("–" if ratio is None else f"{ratio:.1f}×" for ratio in cells)])
+    first = next(iter(runs.values()))
+    words = (
+        "SDPA's time ÷ ours in the same run, the machine to itself and beside as many processes "
+        f"that never rest. ({origin(first['rows'][0])}, {first['date']})"
+    )
+    return f"{markdown_table(['N', *names], lines)}\n\n{words}"
+
+
 def gpu(results: Path) -> str:
     """Milliseconds of the kernels beside cuDNN at a constant number of tokens."""
     content = latest(results, "gpu")

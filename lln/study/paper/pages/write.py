@@ -33,7 +33,7 @@ from lln.study.paper.pages.blocks import (
     origin,
     rewrite,
 )
-from lln.study.paper.pages.speed import gpu, speed, time_panels
+from lln.study.paper.pages.speed import busy, gpu, speed, time_panels
 from lln.study.paper.results import read, read_curves
 from lln.study.paper.tables import table as tables
 from lln.study.plots import panels
@@ -118,6 +118,7 @@ DRAWINGS: Mapping[str, tuple[str, Callable[[Path], list[Panel]]]] = {
 BLOCKS: Blocks = {
     "best": best,
     "speed": speed,
+    "busy": busy,
     "gpu": gpu,
     "concentration": concentration,
     **{name: partial(drawing, name) for name in DRAWINGS},
