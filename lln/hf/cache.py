@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from lln.functional import prefill
+from lln.hf import next_token
 from lln.hf.cores import attend, calibration_of
 from lln.hf.open_block import OpenBlock
-from lln.hf.open_window import OpenWindow, has_far, read_one
+from lln.hf.open_window import OpenWindow
 from lln.hf.rotation import Rotation
 from lln.hf.softmax import KeptKeys, put_softmax, softmax_heads_of
 from lln.nn import LLNAttention
@@ -55,6 +56,7 @@ class StateLayer(CacheLayerMixin):
         self.kept: KeptKeys | None = None
         self._unread = False
         self.padded = False  # whether a mask was ever given
+        self.counts: list[int] | None = None  # of the window, where the host knows them
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate nothing: there is nothing to hold before the first tokens."""
@@ -133,7 +135,7 @@ class StateLayer(CacheLayerMixin):
             out = attend(core, q, k, v, **options)
         else:
             kept = KeptKeys.join(self.kept, kept)
-            step = self._next(core, q, k, v, rotation) if self._is_plain(core, k) else None
+            step = self._next(core, q, k, v, key_mask, rotation)
             moved = step is not None and step[1]
             out = self._continue(core, q, k, v, key_mask, rotation) if step is None else step[0]
             if kept is not None:
@@ -141,36 +143,36 @@ class StateLayer(CacheLayerMixin):
                 options = {"group": group, "key_mask": whole, "is_causal": True}
                 out = put_softmax(out, heads, q, kept.k, kept.v, **options)
         if not moved:
+            self.counts = None
             self._remember(core, k, v, key_mask, rotation)
         self.kept = kept
         self._unread = False
         return out
 
-    def _is_plain(self, core: LLNAttention, k: Tensor) -> bool:
-        """Whether one more token of a stream without padding is all there is to see."""
-        local = core.local
-        if self.padded or self.window is None or local is None or local.far != "others":
-            return False
-        alone = k.shape[2] == 1 and self.tokens > local.sinks and not core.conv
-        # The window is written in place.
-        writable = torch.is_inference_mode_enabled() or not self.window.k.is_inference()
-        return alone and writable and not torch.is_grad_enabled()
-
     def _next(
-        self, core: LLNAttention, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None
-    ) -> tuple[Tensor, bool]:
-        """The answer to one token, and whether the window has read it, too."""
-        assert self.state is not None and self.window is not None and core.local is not None
-        wide, before = compute_dtype(q, k, v), self.tokens - 1
-        queries = q.to(wide)
-        keys, q_far, k_far = core.decoding_inputs(queries, k.to(wide), rotation)
-        out, near = self.window.attend_next(queries, keys, v, k_far, core.local, before)
-        if has_far(core.local, before):
-            alpha = core.scales()[0].to(wide).expand(len(q), -1)
-            linear, far = read_one(q_far, alpha, self.state)
-            share = torch.sigmoid(near - far - core.stored_level().to(far)[:, None])
-            out = torch.lerp(linear, out, share[..., None])
-        return out.to(q.dtype), self.window.count_next(core.local, before)
+        self,
+        core: LLNAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        rotation: Rotation | None,
+    ) -> tuple[Tensor, bool] | None:
+        """The short way to answer one token, and whether it was read; None where there is none."""
+        if k.shape[2] != 1 or not next_token.serves(core, self.window):
+            return None
+        assert self.window is not None and self.state is not None
+        if self.counts is None:
+            self.counts = next_token.counts_of(self.window, self.tokens - 1, padded=self.padded)
+        if self.counts is None:
+            return None
+        mask = _mask(k, key_mask) if self.padded else None
+        out, moved = next_token.attend_next(
+            core, self.window, self.state, self.counts, q, k, v, mask, rotation
+        )
+        if moved:
+            self.counts = [count + 1 for count in self.counts]
+        return out, moved
 
     def _continue(
         self,
@@ -282,7 +284,7 @@ class StateLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Go back to the start of a stream."""
         self.tokens, self.state, self.block, self.last = 0, None, None, None
-        self.window = self.kept = None
+        self.window = self.kept = self.counts = None
         self.padded = False
         self._keys = self.values = None
         self._unread = False
@@ -327,7 +329,7 @@ class StateLayer(CacheLayerMixin):
         if self.block is not None:
             self.block = self.block.map(change)
         if self.window is not None:
-            self.window = self.window.map(change)
+            self.window, self.counts = self.window.map(change), None
         if self.last is not None:
             self.last = change(self.last)
         if self.kept is not None:

@@ -118,44 +118,6 @@ class OpenWindow:
 
         return near, far
 
-    def attend_next(
-        self,
-        q: Float[Tensor, "B H 1 D"],
-        k: Float[Tensor, "B Hkv 1 D"],
-        v: Float[Tensor, "B Hkv 1 E"],
-        k_far: Float[Tensor, "B Hkv 1 S"],
-        local: Local,
-        count: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Near attention of one more token, output and logarithm, where no sample is padded.
-
-        ``count`` tokens came before, in every sample, all the sinks among them. The token is
-        written into the window, in place: a few operations instead of those of :meth:`attend` and
-        :meth:`append`, whose answer is the same. It counts after :meth:`count_next`.
-        """
-        place = local.overlap + count % local.block
-        start = count // local.block * local.block - local.overlap  # position of the window
-        for buffer, new in ((self.k, k), (self.v, v), (self.k_far, k_far)):
-            buffer[:, :, place] = new[:, :, 0].to(buffer.dtype)
-        keys, values = (x[:, :, max(0, -start) : place + 1] for x in (self.k, self.v))
-        outside = min(local.sinks, max(0, start))
-        if outside:
-            keys = torch.cat([self.sink_k[:, :, :outside], keys], 2)
-            values = torch.cat([self.sink_v[:, :, :outside], values], 2)
-        rows = q.unflatten(1, (k.shape[1], -1)).flatten(3)  # [B, Hkv, G, D]
-        scores = (local.scale * rows) @ keys.to(q.dtype).mT
-        log = torch.logsumexp(scores, -1)
-        out = torch.softmax(scores, -1) @ values.to(q.dtype)
-        return out.flatten(1, 2)[:, :, None], log.flatten(1, 2)[..., None]
-
-    def count_next(self, local: Local, count: int) -> bool:
-        """Count the token that :meth:`attend_next` has written, unless it ends its block."""
-        if (count + 1) % local.block == 0:
-            return False
-        self.valid[:, local.overlap + count % local.block] = True
-        self.count.add_(1)
-        return True
-
     def _sinks_in_line(self, local: Local) -> Int[Tensor, "B n"]:
         """Positions of the sinks, counted from the start of the window."""
         first = self.count // local.block * local.block - local.overlap
@@ -224,23 +186,6 @@ class OpenWindow:
             window.sink_position,
         )
         return after, state
-
-
-def has_far(local: Local, count: int) -> bool:
-    """Whether some of ``count`` tokens without padding have left the window and are no sinks."""
-    return count // local.block * local.block - local.overlap > local.sinks
-
-
-def read_one(
-    q: Float[Tensor, "B H 1 S"], alpha: Float[Tensor, "B H"], state: State
-) -> tuple[Float[Tensor, "B H 1 E"], Float[Tensor, "B H 1"]]:
-    """What one query gets from a state that is not empty, and the logarithm of its normaliser."""
-    heads = state.mean.shape[1]
-    rows = (alpha[..., None, None] * q).unflatten(1, (heads, -1)).flatten(3)  # [B, Hkv, G, S]
-    scores = rows + state.log_mass[:, :, None]
-    out = torch.softmax(scores, -1) @ state.mean
-    log = torch.logsumexp(scores, -1)
-    return out.flatten(1, 2)[:, :, None], log.flatten(1, 2)[..., None]
 
 
 @dataclass(frozen=True)
