@@ -155,6 +155,31 @@ def bench_monitor(
     run(out, device=device, steps=steps)
 
 
+@bench_app.command("serve")
+def bench_serve(
+    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    seats: Annotated[
+        list[int] | None, typer.Option(min=1, help="Streams at once; may be repeated.")
+    ] = None,
+    length: Annotated[
+        list[int] | None, typer.Option(min=600, help="Tokens so far; may be repeated.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=3, help="Steps per case.")] = 20,
+) -> None:
+    """Measure a step of serving against the length of the streams.
+
+    The preset for converted decoders beside softmax with its cache, both in lln.hf.Engine; on a GPU
+    a step is a CUDA graph. Checks first that tokens are those of generate.
+    """
+    from lln.study.bench.serving import run
+
+    run(
+        out, device=device, seats=seats or (1, 8), lengths=length or (2048, 8192, 65_536),
+        steps=steps,
+    )  # fmt: skip
+
+
 @bench_app.command("zoo")
 def bench_zoo(
     out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
