@@ -22,6 +22,8 @@ from lln.ops.local import Local
 from lln.ops.state import State
 from lln.protocols import compute_dtype
 
+Part = tuple[Tensor, Tensor, Tensor | None]
+
 
 def serves(core: LLNAttention, window: OpenWindow | None) -> bool:
     """Whether a core decodes from such a window at all, and may write into this one."""
@@ -97,12 +99,11 @@ def _near_together(
     for buffer, new in ((window.k, k), (window.v, v), (window.k_far, k_far)):
         buffer[:, :, place] = new[:, :, 0].to(buffer.dtype)
     keys, values = (x[:, :, max(0, -start) : place + 1] for x in (window.k, window.v))
+    parts: list[Part] = [(keys, values, None)]
     outside = min(local.sinks, max(0, start))
     if outside:
-        keys = torch.cat([window.sink_k[:, :, :outside], keys], 2)
-        values = torch.cat([window.sink_v[:, :, :outside], values], 2)
-    scores = _scores(q, keys, local)
-    return torch.softmax(scores, -1) @ values.to(q.dtype), torch.logsumexp(scores, -1)
+        parts.append((window.sink_k[:, :, :outside], window.sink_v[:, :, :outside], None))
+    return softmax_over(q, parts, local.scale)
 
 
 def _near_apart(
@@ -120,20 +121,36 @@ def _near_apart(
         index = place[:, None, :, None].expand(-1, buffer.shape[1], 1, buffer.shape[3])
         buffer.scatter_(2, index, new.to(buffer.dtype))
     window.valid.scatter_(1, place, key_mask)
-    keys, values, seen = window.k, window.v, window.valid
+    parts: list[Part] = [(window.k, window.v, window.valid)]
     if local.sinks:
         start = (window.count // local.block * local.block - local.overlap)[:, None]
-        keys, values = torch.cat([window.sink_k, keys], 2), torch.cat([window.sink_v, values], 2)
-        seen = torch.cat([window.sink_position < start, seen], 1)
-    scores = _scores(q, keys, local).masked_fill(~seen[:, None, None], -torch.inf)
-    log = torch.logsumexp(scores, -1)
-    weights = torch.exp(scores - finite_or_zero(log)[..., None])
-    return weights @ values.to(q.dtype), log
+        parts.append((window.sink_k, window.sink_v, window.sink_position < start))
+    return softmax_over(q, parts, local.scale)
 
 
-def _scores(q: Tensor, keys: Tensor, local: Local) -> Float[Tensor, "B Hkv G W"]:
-    rows = q.unflatten(1, (keys.shape[1], -1)).flatten(3)  # [B, Hkv, G, D]
-    return (local.scale * rows) @ keys.to(q.dtype).mT
+def softmax_over(
+    q: Float[Tensor, "B H 1 D"], parts: Sequence[Part], scale: float
+) -> tuple[Float[Tensor, "B Hkv G E"], Float[Tensor, "B Hkv G"]]:
+    """Softmax of one query over keys in several tensors, which are not copied into one.
+
+    Args:
+        parts: Keys ``[B, Hkv, W, D]``, values, and which may be attended, ``[B, W]``; None is all.
+
+    Returns:
+        The output and the logarithm of its normaliser; 0 and −inf for no key.
+    """
+    rows = scale * q.unflatten(1, (parts[0][0].shape[1], -1)).flatten(3)  # [B, Hkv, G, D]
+    scores = []
+    for keys, _, seen in parts:
+        found = rows @ keys.to(q.dtype).mT
+        hidden = None if seen is None else ~seen[:, None, None]
+        scores.append(found if hidden is None else found.masked_fill(hidden, -torch.inf))
+    together = torch.cat(scores, -1) if len(scores) > 1 else scores[0]
+    log = torch.logsumexp(together, -1)
+    weights = torch.exp(together - finite_or_zero(log)[..., None])
+    shares = weights.split([found.shape[-1] for found in scores], -1)
+    outputs = [x @ values.to(q.dtype) for x, (_, values, _) in zip(shares, parts, strict=True)]
+    return sum(outputs[1:], outputs[0]), log
 
 
 def _has_far(local: Local, count: int) -> bool:

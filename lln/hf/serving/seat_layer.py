@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lln.hf.cache import mark
+from lln.hf.next_token import softmax_over
 from lln.hf.rotation import Rotation
 from lln.hf.softmax import kept_keys, put_softmax, softmax_heads_of
 from lln.nn import LLNAttention
@@ -135,20 +136,15 @@ class SeatLayer(CacheLayerMixin):
         first = position - position % local.block - local.overlap  # of the window
         places = torch.arange(width, device=k.device)
         seen = position - (position - places) % width >= first.clamp(min=0)
+        parts = [(keys, values, seen)]
         if local.sinks:
             own = torch.arange(local.sinks, device=k.device)
             new = (own == position)[:, None, :, None]
             for name, x in (("sink_k", k), ("sink_v", v)):
                 sink = self.tensors[name]
                 sink.copy_(torch.where(new, x.to(sink.dtype), sink))
-            keys = torch.cat([self.tensors["sink_k"], keys], 2)
-            values = torch.cat([self.tensors["sink_v"], values], 2)
-            seen = torch.cat([own < first, seen], 1)
-        rows = q.unflatten(1, (k.shape[1], -1)).flatten(3)  # [B, Hkv, G, D]
-        scores = (local.scale * rows) @ keys.to(q.dtype).mT
-        scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
-        log = torch.logsumexp(scores, -1)
-        out = torch.exp(scores - log[..., None]) @ values.to(q.dtype)
+            parts.append((self.tensors["sink_k"], self.tensors["sink_v"], own < first))
+        out, log = softmax_over(q, parts, local.scale)
         return out.flatten(1, 2)[:, :, None], log.flatten(1, 2)[..., None]
 
     def _leave(self, k_far: Tensor, v: Tensor, local: Local) -> Bool[Tensor, " B"]:

@@ -22,6 +22,7 @@ from lln.study.paper.pages import (
     onnx,
     parallel,
     questions,
+    serving,
     versions,
 )
 from lln.study.paper.pages.best import best
@@ -130,6 +131,7 @@ BLOCKS: Blocks = {
     **near_far.BLOCKS,
     **conversion.BLOCKS,
     **onnx.BLOCKS,
+    **serving.BLOCKS,
     **parallel.BLOCKS,
     **versions.BLOCKS,
 }
