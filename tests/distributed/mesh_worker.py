@@ -1,4 +1,4 @@
-"""One process of a 2 × 2 mesh: python -m tests.distributed.mesh_worker RANK STORE OUT.
+"""One process of a 2 × 2 mesh.
 
 Every process makes whole tensors, runs them through one process's attention and, as DTensors,
 through that of the mesh, and writes how far output and gradients are apart.
@@ -7,16 +7,11 @@ through that of the mesh, and writes how far output and gradients are apart.
 from __future__ import annotations
 
 import copy
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,7 +24,6 @@ from torch.distributed.tensor.parallel import (
 
 import lln
 
-PROCESSES = 4
 B, H, N, R = Shard(0), Shard(1), Shard(2), Replicate()
 
 
@@ -350,16 +344,9 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
     return said
 
 
-def main(rank: int, store: str, out: Path) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=PROCESSES,
-        timeout=timedelta(seconds=60),
-    )
+def found(rank: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    result = {
+    return {
         "errors": {case.name: compare(case, mesh) for case in CASES},
         "trained": {name: training_error(name, mesh) for name in TRAINED},
         "modules": {name: module_error(name, mesh) for name in MODULES},
@@ -367,10 +354,3 @@ def main(rank: int, store: str, out: Path) -> None:
         "frozen": frozen(mesh),
         "refusals": refusals(mesh),
     }
-    (out / f"{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -1,4 +1,4 @@
-"""One process of the tests: python -m tests.distributed.worker RANK STORE OUT.
+"""One process of the tests of slices.
 
 Every process makes the whole sequence, runs lln.attention on it, runs its slice through
 lln.distributed.attention, and writes how far the two are apart.
@@ -6,11 +6,7 @@ lln.distributed.attention, and writes how far the two are apart.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +17,6 @@ import lln
 from tests.distributed.cases import CASES, Case, tensors
 from tests.helpers import run_with_grads
 
-PROCESSES = 4
 SCALES = ("alpha", "beta", "gamma")
 SHARED = tuple(f"d_{name}" for name in SCALES)
 
@@ -159,14 +154,7 @@ def refusals(group: Any, outsiders: Any) -> dict[str, str]:
     return said
 
 
-def main(rank: int, store: str, out: Path) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=PROCESSES,
-        timeout=timedelta(seconds=60),
-    )
+def found(rank: int) -> dict[str, Any]:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     groups = {"1": dist.new_group([0]), "2": pairs[rank // 2], "4": None}
     errors = {
@@ -185,17 +173,10 @@ def main(rank: int, store: str, out: Path) -> None:
     joint: dict[str, Any] = {"diag_block": 8, "diag_overlap": 4, "mix": "joint", "gamma": 0.0}
     for tokens in (16, 512):
         for is_causal in (False, True):
-            found = traffic(tokens, None, measured=False, is_causal=is_causal, **joint)
-            exchanges[f"{tokens} tokens, joint, {is_causal=}"] = found
-    result = {
+            sent = traffic(tokens, None, measured=False, is_causal=is_causal, **joint)
+            exchanges[f"{tokens} tokens, joint, {is_causal=}"] = sent
+    return {
         "errors": errors,
         "exchanges": exchanges,
         "refusals": refusals(None, pairs[1 - rank // 2]),
     }
-    (out / f"{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
