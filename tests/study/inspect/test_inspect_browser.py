@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import re
-import subprocess
-
 import pytest
 import torch
 
 from lln.instruments.recording.attention_call import AttentionCall
 from lln.study.inspect import heads, page
 from lln.study.page import render
-from tests.study.page.test_browser import BROWSER, QUIET
+from tests.study.page.browser import DARK, look, needs_browser, write_probed
 
-PROBE = """<script>
+PROBE = """
 const box = (element) => element.getBoundingClientRect();
 const maps = [...document.querySelectorAll("svg")].filter((svg) => svg.querySelector("g > title"));
 const cells = [...maps[0].querySelectorAll("g > title")].map((title) => title.parentElement);
@@ -24,9 +20,9 @@ document.body.dataset.seen = JSON.stringify({
   cells: cells.length, right: Math.max(...cells.map((cell) => box(cell).right)),
   cell: box(cells[0]).width, words: [...text].map((each) => box(each).height),
   title: getComputedStyle(text[0]).fill});
-</script>"""
+"""
 
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on this machine")
+pytestmark = needs_browser
 
 
 @pytest.fixture(scope="module")
@@ -35,23 +31,7 @@ def report(tmp_path_factory):
     calls = [AttentionCall(n, f"layer.{n}", "softmax", q=q * (n + 1), k=k) for n in range(3)]
     rows = [row for layer in heads.head_rows(calls) for row in layer]
     html = render(page.build(rows, "a model", "Its lede.", {"device": "x" * 120}))
-    path = tmp_path_factory.mktemp("inspect") / "report.html"
-    path.write_text(html.replace("</body>", PROBE + "</body>"), encoding="utf-8")
-    return path
-
-
-def look(report, profile, width: int, *flags: str) -> dict:
-    assert BROWSER is not None
-    command = [BROWSER, *QUIET.split(), *flags, f"--user-data-dir={profile}"]
-    done = subprocess.run(
-        [*command, f"--window-size={width},900", "--dump-dom", report.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    seen = re.search(r'data-seen="([^"]+)"', done.stdout)
-    assert seen is not None, done.stderr[-2000:]
-    return json.loads(seen[1].replace("&quot;", '"'))
+    return write_probed(tmp_path_factory.mktemp("inspect") / "report.html", html, PROBE)
 
 
 def test_heat_maps_on_a_phone(report, tmp_path):
@@ -62,6 +42,6 @@ def test_heat_maps_on_a_phone(report, tmp_path):
 
 
 def test_heat_maps_on_a_dark_desk(report, tmp_path):
-    seen = look(report, tmp_path, 1300, "--blink-settings=preferredColorScheme=0")
+    seen = look(report, tmp_path, 1300, DARK)
     assert seen["document"] <= seen["window"]
     assert seen["title"] == "rgb(230, 233, 238)"

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
-
 import pytest
 
 from lln.study.page import Page, Plot, Plots, Section, Table, Text, render
 from lln.study.plots.lines import Axis, Series, line_plot
+from tests.study.page.browser import DARK, look, needs_browser, write_probed
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-QUIET = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --hide-scrollbars "
-    "--disable-background-networking --disable-component-update --disable-sync"
-)
-# Layout as the browser sees it, written into the document so that --dump-dom shows it.
-PROBE = """<script>
+PROBE = """
 const plot = document.querySelector("svg").getBoundingClientRect();
 const ink = getComputedStyle(document.querySelector("svg text")).fill;
 document.body.dataset.seen = JSON.stringify([
   document.documentElement.scrollWidth, innerWidth, Math.round(plot.width), ink]);
-</script>"""
+"""
 
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on this machine")
+pytestmark = needs_browser
 
 
 @pytest.fixture(scope="module")
@@ -36,38 +25,17 @@ def report(tmp_path_factory):
     plots = [Plot(line_plot(name, [curve], title="Title", **axes)) for name in ("one", "two")]
     wide = Table([f"column {n}" for n in range(14)], [["a long cell"] * 14] * 3)
     blocks = [Text("Some words. " * 40), Plots(plots), wide]
-    html = render(
-        Page("A report", "Its lede.", [Section("Section", blocks)], {"device": "x" * 120})
-    )
-    path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(html.replace("</body>", PROBE + "</body>"), encoding="utf-8")
-    return path
+    page = Page("A report", "Its lede.", [Section("Section", blocks)], {"device": "x" * 120})
+    return write_probed(tmp_path_factory.mktemp("page") / "report.html", render(page), PROBE)
 
 
-def look(report, tmp_path, width: int, *flags: str) -> tuple[int, int, int, str]:
-    """Width of the document and of the window, width of the first plot, colour of its text."""
-    assert BROWSER is not None
-    command = [BROWSER, *QUIET.split(), *flags, f"--user-data-dir={tmp_path}"]
-    done = subprocess.run(
-        [*command, f"--window-size={width},900", "--dump-dom", report.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    seen = re.search(r'data-seen="\[(\d+),(\d+),(\d+),&quot;([^&]+)&quot;\]"', done.stdout)
-    assert seen is not None, done.stderr[-2000:]
-    return int(seen[1]), int(seen[2]), int(seen[3]), seen[4]
+def test_a_phone_in_light(report, tmp_path):
+    document, window, plot, ink = look(report, tmp_path, 500)
+    assert document <= window and plot >= 0.3 * window
+    assert ink == "rgb(28, 32, 38)"
 
 
-@pytest.mark.parametrize("width", [500, 1300])
-def test_nothing_sticks_out(report, tmp_path, width):
-    document, window, plot, _ = look(report, tmp_path, width)
-    assert document <= window
-    assert plot >= 0.3 * window
-
-
-def test_dark_mode_changes_the_ink(report, tmp_path):
-    *_, light = look(report, tmp_path / "light", 800)
-    *_, dark = look(report, tmp_path / "dark", 800, "--blink-settings=preferredColorScheme=0")
-    assert light == "rgb(28, 32, 38)"
-    assert dark == "rgb(230, 233, 238)"
+def test_a_desk_in_the_dark(report, tmp_path):
+    document, window, plot, ink = look(report, tmp_path, 1300, DARK)
+    assert document <= window and plot >= 0.3 * window
+    assert ink == "rgb(230, 233, 238)"
