@@ -15,41 +15,21 @@ from torch import Tensor
 
 import lln
 from lln.nn import LLNAttention
-
-torch.set_num_threads(1)
+from tests import properties
+from tests.properties import SIZES, check_definition, check_masks_and_batches, check_packed, close
 
 
 @dataclass(frozen=True)
-class Case:
-    """Random but reproducible inputs; float64, so that equality is tight."""
+class Case(properties.Case):
+    """Windows, and features of the far keys."""
 
-    seed: int
-    batch: int
-    key_heads: int
-    group: int
-    queries: int
-    keys: int
     slots: int | None
-    size: float
     is_causal: bool
     block: int
     overlap: int
     sinks: int
     mix: Any
     far: str | None
-    normalize_keys: bool
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v and a mask of keys."""
-        generator = torch.Generator().manual_seed(self.seed)
-
-        def draw(heads: int, tokens: int, width: int) -> Tensor:
-            shape = (self.batch, heads, tokens, width)
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-        q = self.size * draw(self.key_heads * self.group, self.queries, 4)
-        k, v = self.size * draw(self.key_heads, self.keys, 4), draw(self.key_heads, self.keys, 3)
-        return q, k, v, torch.rand(self.batch, self.keys, generator=generator) > 0.3
 
     @property
     def options(self) -> dict[str, Any]:
@@ -75,51 +55,25 @@ class Case:
 
 cases = st.builds(
     Case,
-    seed=st.integers(0, 2**31),
-    batch=st.integers(1, 2),
-    key_heads=st.integers(1, 2),
-    group=st.integers(1, 2),
-    queries=st.integers(1, 40),
-    keys=st.integers(1, 40),
+    **SIZES,
     slots=st.sampled_from([None, 1, 7]),
-    size=st.sampled_from([0.1, 1.0, 10.0]),
     is_causal=st.booleans(),
     block=st.sampled_from([1, 3, 8, 64]),
     overlap=st.sampled_from([0, 1, 5, 20]),
     sinks=st.sampled_from([0, 1, 4]),
     mix=st.sampled_from(["joint", "joint", "average", 0.3]),
     far=st.sampled_from(["others", "all"]),
-    normalize_keys=st.booleans(),
 )
-
-
-def close(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8)
 
 
 @given(cases)
 def test_linear_time_is_the_definition(case):
-    *tensors, mask = case.tensors()
-    found = []
-    for impl in ("eager", "reference"):
-        leaves = [x.clone().requires_grad_() for x in tensors]
-        features = case.features(leaves[0], leaves[1])
-        out = lln.attention(*leaves, key_mask=mask, **features, **case.options, impl=impl)
-        torch.manual_seed(0)
-        found.append([out, *torch.autograd.grad(out, leaves, torch.randn_like(out))])
-    for one, other in zip(*found, strict=True):
-        close(one, other)
+    check_definition(case)
 
 
 @given(cases)
 def test_masked_content_and_other_samples_change_nothing(case):
-    q, k, v, mask = case.tensors()
-    hidden = ~mask[:, None, :, None]
-    dirty = k.masked_fill(hidden, torch.nan), v.masked_fill(hidden, torch.inf)
-    out = lln.attention(q, k, v, key_mask=mask, **case.options)
-    close(lln.attention(q, *dirty, key_mask=mask, **case.options), out)
-    alone = lln.attention(q[:1], k[:1], v[:1], key_mask=mask[:1], **case.options)
-    close(alone, out[:1])
+    check_masks_and_batches(case)
 
 
 @given(cases)
@@ -137,23 +91,7 @@ def test_the_future_changes_nothing(case):
 
 @given(cases, st.integers(1, 3))
 def test_packed_is_one_by_one(case, sequences):
-    generator = torch.Generator().manual_seed(case.seed)
-    q, k, v, mask = (x[0] for x in case.tensors())
-    packed = [x.transpose(0, 1) for x in (q, k, v)]
-    cuts = []
-    for tokens in (case.queries, case.keys):
-        inner = torch.randint(0, tokens + 1, (sequences - 1,), generator=generator)
-        cuts.append(torch.cat([torch.tensor([0]), inner.sort().values, torch.tensor([tokens])]))
-    out = lln.attention_varlen(*packed, *cuts, key_mask=mask, **case.options)
-    for s in range(sequences):
-        one, other = (slice(int(cut[s]), int(cut[s + 1])) for cut in cuts)
-        if one.start == one.stop:
-            continue
-        alone = lln.attention(
-            q[None, :, one], k[None, :, other], v[None, :, other], key_mask=mask[None, other],
-            **case.options,
-        )  # fmt: skip
-        close(out[one], alone[0].transpose(0, 1))
+    check_packed(case, sequences)
 
 
 @given(cases)
