@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -66,8 +67,14 @@ def test_one_token():
     assert centred_singular_value(p).tolist() == [0, 0]
 
 
-def test_arnoldi_equals_lapack_above_the_dense_limit():
-    q, k = gaussian(1100, 16, temperature=0.7)
+@pytest.fixture
+def low_limit(monkeypatch):
+    """Matrices of more than 200 tokens count as large."""
+    monkeypatch.setattr(sys.modules["lln.instruments.spectral_gap"], "DENSE_LIMIT", 200)
+
+
+def test_arnoldi_equals_lapack_above_the_dense_limit(low_limit):
+    q, k = gaussian(400, 16, temperature=0.7)
     p = softmax(q, k)[0, 0]
     centred = p - p.mean(0)
     eigenvalue = torch.linalg.eigvals(centred).abs().max().item()
@@ -83,11 +90,7 @@ def test_large_matrices_without_a_spectrum():
     assert centred_singular_value(equal).item() == 0
 
 
-def test_large_permutation_falls_back_to_lapack(monkeypatch):
-    import sys
-
-    module = sys.modules["lln.instruments.spectral_gap"]
-    monkeypatch.setattr(module, "DENSE_LIMIT", 200)
+def test_large_permutation_falls_back_to_lapack(low_limit):
     assert second_eigenvalue(cycle(257)).item() == pytest.approx(1)
 
 
