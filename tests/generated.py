@@ -8,13 +8,15 @@ import torch
 from torch import Tensor, nn
 
 
-def check_generated_code(module: nn.Module, *inputs: Tensor, tolerance: float) -> None:
+def check_generated_code(
+    module: nn.Module, *inputs: Tensor, tolerance: float, backend: str = "inductor"
+) -> None:
     """Output and every gradient are equal; inputs with floats have one, too."""
     torch.compiler.reset()
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own, e.g. about complex numbers in TNN
-        for run in (torch.compile(module), module):
+        for run in (torch.compile(module, backend=backend), module):
             own = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
             out = run(*own)
             weights = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)

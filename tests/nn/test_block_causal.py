@@ -140,9 +140,11 @@ def test_dropout_keeps_the_zeros():
     assert (core.attention_matrix(q, k).masked_fill(seen(30), 0) == 0).all()
 
 
-def test_generated_code():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled(backend):
     core = LLNAttention(2, 8, **CAUSAL, diag_block=4, mix="learned", conv=3)
-    check_generated_code(core, *random_qkv(1, 2, 20, dtype=torch.float32), tolerance=1e-5)
+    inputs = random_qkv(1, 2, 20, dtype=torch.float32)
+    check_generated_code(core, *inputs, tolerance=1e-5, backend=backend)
 
 
 def test_blocks_move_with_padding_and_show_in_the_text():
