@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import lln
+from tests.waiting import HANGS
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "docs" / "site"
@@ -71,7 +72,7 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     pytest.importorskip("sphinx")
     command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--quiet", "-c", str(SITE)]
     done = subprocess.run(
-        [*command, str(ROOT / "docs"), str(tmp_path)], capture_output=True, text=True, timeout=300
+        [*command, str(ROOT / "docs"), str(tmp_path)], capture_output=True, text=True, timeout=HANGS
     )
     assert done.returncode == 0, done.stderr
     api = (tmp_path / "site" / "api.html").read_text(encoding="utf-8")

@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from lln.instruments import monitor, read_rows
 from tests.instruments.training import encoder, loss_of, of_heads, train
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,10 +73,7 @@ def test_rows_survive_kill_9(tmp_path):
     path = tmp_path / "rows.jsonl"
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], cwd=ROOT)
     try:
-        deadline = time.monotonic() + 120
-        while not path.exists() or path.read_bytes().count(b"\n") < 60:
-            assert child.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") >= 60, child)
     finally:
         os.kill(child.pid, signal.SIGKILL)
         child.wait()

@@ -12,6 +12,7 @@ import lln
 from lln.ops import eager
 from lln.ops.eager import threads
 from tests.helpers import relative_error
+from tests.waiting import HANGS
 
 FORMS = {
     "lln": {},
@@ -168,6 +169,6 @@ assert os.waitpid(child, 0)[1] == 0
 def test_a_forked_process_begins_anew():
     """A pool without its threads would wait for ever."""
     done = subprocess.run(
-        [sys.executable, "-c", FORKED], timeout=60, capture_output=True, text=True
+        [sys.executable, "-c", FORKED], timeout=HANGS, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ import torch
 from lln.ops.triton import launching, tiles
 from lln.ops.triton.launching import Launch, layout, planned, rows_of
 from lln.ops.triton.library import empty_rows
+from tests.waiting import HANGS
 
 
 class Compiled:
@@ -185,7 +186,10 @@ print(json.dumps([[one[:3], other[:3]] for one, other in found])); print(json.du
 def test_compiled_kernels_get_what_the_binder_gave_them():
     """Grids and all arguments but the addresses; the launches of a call, none bound twice."""
     answer = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, timeout=120
+        [sys.executable, "-W", "ignore", "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        timeout=HANGS,
     )
     assert answer.returncode == 0, answer.stderr
     counts, same = map(json.loads, answer.stdout.splitlines())

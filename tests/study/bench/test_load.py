@@ -3,12 +3,12 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from lln.study.bench.load import busy_processes
+from tests.waiting import HANGS, wait_until
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 
@@ -32,10 +32,8 @@ def _alive(pid):
 @needs_proc
 def test_they_compute_and_end_with_the_block():
     with busy_processes(2) as started:
-        deadline = time.monotonic() + 30
-        while min(_seconds_of(p.pid) for p in started) < 0.1 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert all(p.poll() is None and _seconds_of(p.pid) >= 0.1 for p in started)
+        wait_until(lambda: min(_seconds_of(p.pid) for p in started) >= 0.1)
+        assert all(p.poll() is None for p in started)
     assert all(p.poll() is not None for p in started)
 
 
@@ -56,10 +54,7 @@ with busy_processes(1) as (process,):
 @needs_proc
 def test_they_do_not_outlive_a_killed_benchmark():
     done = subprocess.run(
-        [sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=HANGS
     )
     pid = int(done.stdout)
-    deadline = time.monotonic() + 30
-    while _alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _alive(pid)
+    wait_until(lambda: not _alive(pid))

@@ -12,6 +12,7 @@ import pytest
 
 from lln.study.data.arena import listops
 from lln.study.data.shards import Recipe, generate
+from tests.waiting import HANGS
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -138,6 +139,6 @@ def test_a_plain_script_may_generate(tmp_path):
         text=True,
         check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=60,
+        timeout=HANGS,
     )
     assert done.stdout.split() == ["once", "20"], done.stderr

@@ -270,18 +270,33 @@ def test_the_command_says_that_a_run_diverged(place, tmp_path):
     assert read_rows(tmp_path / "run" / "results.jsonl")[0]["diverged"]
 
 
-ALONE = ("-m", "lln.cli.app", "train", "mlm", "--recipe", "roberta-tiny", "--length", "32")
+COMMAND = ("-m", "lln.cli.app")
+# The same, which after its second checkpoint waits to be killed.
+WAITING = """
+import time
+from lln.cli.app import main
+from lln.study.train import checkpoint
+write = checkpoint.write
+def write_and_wait(*args, **options):
+    folder = write(*args, **options)
+    if folder.name == "step-00000006":
+        time.sleep(600)
+    return folder
+checkpoint.write = write_and_wait
+main()
+"""
+MLM = ("train", "mlm", "--recipe", "roberta-tiny", "--length", "32")
 LONG = ("--steps", "24", "--batch-size", "4", "--save-every", "3", "--eval-every", "8")
 
 
 @pytest.mark.slow
 def test_the_command_killed_and_repeated_is_bit_identical(place, tmp_path):
-    words = (*ALONE, *LONG, "--log-every", "2", "--data", str(place))
-    finish(start(*words, "--out", str(tmp_path / "whole")))
+    words = (*MLM, *LONG, "--log-every", "2", "--data", str(place))
+    finish(start(*COMMAND, *words, "--out", str(tmp_path / "whole")))
     again = (*words, "--out", str(tmp_path / "killed"))
     reached = tmp_path / "killed" / "checkpoints" / "step-00000006"
-    kill_when(start(*again), reached.exists)
-    finish(start(*again))
+    kill_when(start("-c", WAITING, *again), reached.exists)
+    finish(start(*COMMAND, *again))
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
     a, b = weights(tmp_path / "killed"), weights(tmp_path / "whole")
     assert all(torch.equal(a[name], b[name]) for name in b)
@@ -290,9 +305,9 @@ def test_the_command_killed_and_repeated_is_bit_identical(place, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [(), ("--shard",)], ids=["ddp", "fsdp2"])
 def test_two_processes_train_the_model_of_one(place, tmp_path, how):
-    words = (*ALONE, *LONG, "--log-every", "2", "--data", str(place), "--batches", "padded")
-    finish(start(*words, "--out", str(tmp_path / "one")))
-    finish_all(start_ranks(2, *words, "--out", str(tmp_path / "two"), *how))
+    words = (*MLM, *LONG, "--log-every", "2", "--data", str(place), "--batches", "padded")
+    finish(start(*COMMAND, *words, "--out", str(tmp_path / "one")))
+    finish_all(start_ranks(2, *COMMAND, *words, "--out", str(tmp_path / "two"), *how))
     for row, other in zip(curve(tmp_path / "one"), curve(tmp_path / "two"), strict=True):
         assert other["loss"] == pytest.approx(row["loss"], rel=1e-4)
     shutil.copy(tmp_path / "two" / "best" / "model.safetensors", tmp_path / "model.safetensors")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
+from torch.distributed import TCPStore
 
 from lln.records.rows import read_rows
+from tests.waiting import HANGS, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMES = {"seconds"}
@@ -31,7 +31,7 @@ def start(*command: str, **environment: str) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen) -> str:
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=HANGS)
     assert process.returncode == 0, said
     return said
 
@@ -41,7 +41,7 @@ def finish_all(processes: list[subprocess.Popen]) -> str:
     said = []
     try:
         for process in processes:
-            said.append(process.communicate(timeout=120)[0])
+            said.append(process.communicate(timeout=HANGS)[0])
     finally:
         for process in processes:
             process.kill()
@@ -52,25 +52,22 @@ def finish_all(processes: list[subprocess.Popen]) -> str:
 
 def kill_when(process: subprocess.Popen, ready) -> None:
     """SIGKILL as soon as ``ready()``; the process must not have ended before."""
-    deadline = time.monotonic() + 60
-    while not ready():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "never ready"
-        time.sleep(0.005)
+    wait_until(ready, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
 
 
 def start_ranks(count: int, *command: str) -> list[subprocess.Popen]:
-    """What torchrun does, without its second of start-up."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
-    return [
+    """What torchrun does, without its second of start-up; the store is that of this process."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    shared |= {"WORLD_SIZE": str(count), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    started = [
         start(*command, **shared, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(count)
     ]
+    started[0].store = store  # which must not end before them
+    return started
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

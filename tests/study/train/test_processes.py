@@ -8,6 +8,7 @@ import torch
 from lln.study.train.loop import train
 from tests.study.train.processes import curve, finish_all, start_ranks, weights
 from tests.study.train.toy import Toy, toy_config
+from tests.waiting import HANGS
 
 # The thread of the exchange is the last to hold x, and takes a while to let go of it.
 LEAVING = """
@@ -85,7 +86,7 @@ def test_two_processes_continue_what_one_began(alone, tmp_path, settings):
 @pytest.mark.slow
 def test_a_batch_that_cannot_be_shared_is_refused(tmp_path):
     for process in start_ranks(2, *TOY, str(tmp_path), "batch_size=7"):
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=HANGS)
         assert process.returncode != 0
         assert "batch_size=7 cannot be shared by 2 processes" in said
         assert "choose a multiple of 2" in said

@@ -38,7 +38,7 @@ def same(a, b) -> None:
 def test_killed_and_resumed_it_is_bit_identical(whole, tmp_path):
     folder = tmp_path / "killed"
     reached = folder / "checkpoints" / "step-00000021"
-    kill_when(start(*TOY, str(folder), *WORDS, "pause=0.02"), reached.exists)
+    kill_when(start(*TOY, str(folder), *WORDS, "until=24"), reached.exists)
     assert not (folder / "checkpoints" / "step-00000060").exists()
     assert "done 60" in finish(start(*TOY, str(folder), *WORDS))
     same(folder, whole)

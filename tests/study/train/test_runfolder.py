@@ -26,14 +26,14 @@ def run(folder, task=Toy, **changes):
 
 
 def test_a_folder_in_which_another_process_works_is_refused_until_that_is_killed(tmp_path):
-    other = start(*TOY, str(tmp_path), "pause=0.05", "steps=400")
+    other = start(*TOY, str(tmp_path), "until=4")
 
     def refused():
         if not (tmp_path / "checkpoints").exists():
             return False
         words = rf"is in use by process {other.pid} on .*; wait .* or choose another folder"
         with pytest.raises(ValueError, match=words):
-            run(tmp_path, steps=400)
+            run(tmp_path)
         return True
 
     kill_when(other, refused)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -16,15 +17,22 @@ from lln.study.train import processes
 from lln.study.train.config import TrainConfig
 from lln.study.train.loop import Task, train
 from lln.study.train.seeds import generator, seeded
+from tests.waiting import HANGS
 
 
 class Toy(Task):
-    """Regression of a fixed random function; of every row a different number of outputs counts."""
+    """Regression of a fixed random function; of every row a different number of outputs counts.
+
+    Args:
+        until: Step from which it waits to be killed.
+    """
 
     name, metric, better = "toy", "loss", "lower"
 
-    def __init__(self, config: TrainConfig, *, dropout: float = 0.0, pause: float = 0.0) -> None:
-        self.config, self.dropout, self.pause = config, dropout, pause
+    def __init__(
+        self, config: TrainConfig, *, dropout: float = 0.0, until: float = math.inf
+    ) -> None:
+        self.config, self.dropout, self.until = config, dropout, until
         self.settings = {"recipe": "toy", "dropout": dropout}
         draw = generator(0, "toy data")
         self.x = torch.randn(64, 8, generator=draw)
@@ -37,7 +45,8 @@ class Toy(Task):
             return nn.Sequential(hidden, nn.Linear(16, 4))
 
     def batch(self, step, rows):
-        time.sleep(self.pause)
+        if step >= self.until:
+            time.sleep(HANGS)
         options = {"batch_size": self.config.batch_size, "seed": self.config.seed}
         index = shuffled(step, rows, count=64, **options)
         return {"x": self.x[index], "y": self.y[index], "counts": self.counts[index]}
@@ -62,10 +71,10 @@ def toy_config(**changes) -> TrainConfig:
 
 if __name__ == "__main__":  # python -m tests.study.train.toy FOLDER field=value ...
     given = dict(word.split("=") for word in sys.argv[2:])
-    pause, dropout = float(given.pop("pause", 0)), float(given.pop("dropout", 0))
+    until, dropout = float(given.pop("until", "inf")), float(given.pop("dropout", 0))
     config = toy_config(**{name: eval(value) for name, value in given.items()})
     done = train(
-        Toy(config, dropout=dropout, pause=pause), config, Path(sys.argv[1]), tensorboard=False
+        Toy(config, dropout=dropout, until=until), config, Path(sys.argv[1]), tensorboard=False
     )
     if os.environ.get("RANK", "0") == "0":
         sharded = any(hasattr(parameter, "full_tensor") for parameter in done.model.parameters())
