@@ -19,8 +19,13 @@ MECHANISMS = {
     "lln_diag with windows": {"diag_block": 4, "diag_overlap": 3, "sinks": 2},
     "lln_nearfar": {"diag_block": 4, "diag_overlap": 5, "sinks": 2},
 }
-families = pytest.mark.parametrize("family", DECODERS)
 names = pytest.mark.parametrize("name", MECHANISMS)
+# How a family calls the cache and what a mechanism keeps there do not depend on each other.
+OTHERS = [family for family in DECODERS if family != "llama"]
+families_and_names = pytest.mark.parametrize(
+    ("family", "name"),
+    [*(("llama", name) for name in MECHANISMS), *((family, "lln_nearfar") for family in OTHERS)],
+)
 
 
 def ready(family: str, name: str, **options):
@@ -59,15 +64,16 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    ("family", "way"),
+    ("family", "name", "way"),
     [
-        *((family, way) for family in DECODERS for way in ("greedy", "beam")),
-        ("gpt2", "sampling"),
-        ("llama", "sampling"),
-        ("llama", "beam_sampling"),
+        *(("llama", name, way) for name in MECHANISMS for way in ("greedy", "beam")),
+        *((family, "lln_nearfar", "greedy") for family in OTHERS),
+        *((family, "lln_diag with conv", "beam") for family in OTHERS),
+        ("gpt2", "lln", "sampling"),
+        ("llama", "lln_diag", "sampling"),
+        ("llama", "lln_diag with windows", "beam_sampling"),
     ],
 )
-@names
 def test_state_equals_no_cache(family, name, way):
     model = ready(family, name)
     tokens, logits, cache = generate(model, **ragged(), **WAYS[way])
@@ -77,8 +83,7 @@ def test_state_equals_no_cache(family, name, way):
     torch.testing.assert_close(logits, expected_logits, rtol=1e-3, atol=1e-4)
 
 
-@names
-@families
+@families_and_names
 def test_a_dynamic_cache_of_the_user_is_right_too(family, name):
     model = ready(family, name)
     cache = hf.DynamicCache(config=model.config)
@@ -89,8 +94,7 @@ def test_a_dynamic_cache_of_the_user_is_right_too(family, name):
     torch.testing.assert_close(logits, expected_logits, rtol=1e-3, atol=1e-4)
 
 
-@names
-@families
+@families_and_names
 def test_left_padding_changes_nothing(family, name):
     model, ids = ready(family, name), text(2, PROMPT)
     _, alone, _ = generate(model, input_ids=ids, do_sample=False)
@@ -98,8 +102,13 @@ def test_left_padding_changes_nothing(family, name):
     torch.testing.assert_close(logits, alone, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 8])
-@names
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    [
+        *((name, 3) for name in MECHANISMS),
+        *((name, chunk) for name in ("lln_diag with conv", "lln_nearfar") for chunk in (1, 8)),
+    ],
+)
 def test_a_prompt_may_be_read_in_pieces(name, chunk):
     model = ready("llama", name)
     _, whole, _ = generate(model, **ragged(), do_sample=False)

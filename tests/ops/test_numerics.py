@@ -21,6 +21,7 @@ OPS = {
     ),
 }
 SCALE = 2.0
+TOKENS = 150  # more than two tiles, and outliers in the midst of one
 
 
 def allowed(name: str, dtype: torch.dtype, key: str = "out") -> float:
@@ -47,10 +48,10 @@ def scales(heads: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", OPS)
 def test_error_stays_small(name, inputs, dtype):
     op, oracle = OPS[name]
-    tensors = dict(zip("qkv", (x.to(dtype) for x in adversarial(inputs, 300, 32)), strict=True))
+    tensors = dict(zip("qkv", (x.to(dtype) for x in adversarial(inputs, TOKENS, 32)), strict=True))
     if not all(x.isfinite().all() for x in tensors.values()):
         pytest.fail("the inputs themselves overflow")
-    d_out = torch.randn(1, 2, 300, 32).to(dtype)
+    d_out = torch.randn(1, 2, TOKENS, 32).to(dtype)
     wide = {key: x.double() for key, x in tensors.items()}
     exact = run_with_grads(
         lambda **t: oracle(**t, **scales(2, torch.float64)), wide, d_out.double()

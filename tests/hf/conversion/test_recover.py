@@ -34,8 +34,10 @@ def gap(teacher, model, batch) -> float:
     return ((a - b).norm() / a.norm()).item()
 
 
-@pytest.mark.parametrize("lora", [0, 4])
-@pytest.mark.parametrize(("family", "head"), [("llama", None), ("bert", "AutoModel")])
+# All weights of an encoder: tests/hf/conversion/test_convert.py.
+@pytest.mark.parametrize(
+    ("family", "head", "lora"), [("llama", None, 0), ("llama", None, 4), ("bert", "AutoModel", 4)]
+)
 def test_the_answers_come_closer(family, head, lora):
     teacher, model = pair(family, head)
     before = {name: x.detach().clone() for name, x in model.named_parameters()}
@@ -104,7 +106,7 @@ def test_an_error_leaves_the_weights_as_they_were():
 
 def test_half_precision_learns():
     teacher, model = pair("llama")
-    rows = lln.hf.recover(model, teacher, batches(), learning_rate=1e-4, precision=torch.bfloat16)
+    rows = lln.hf.recover(model, teacher, batches(10), learning_rate=1e-4, precision=torch.bfloat16)
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
