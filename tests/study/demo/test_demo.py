@@ -7,7 +7,8 @@ import csv
 import pytest
 from rich.console import Console
 
-from lln.study.demo import concentration, training
+from lln.study.data import bundled
+from lln.study.demo import concentration, cost, training
 from lln.study.demo.run import run
 
 SETTING = concentration.Setting(tokens=256, temperatures=(0.5, 1.0), draws=2)
@@ -45,8 +46,30 @@ def test_softmax_retrieves_and_lln_does_not():
     assert all(row["weight"] < 0.2 for name, row in rows.items() if name != "softmax")
 
 
-def test_report_tables_and_files(tmp_path, monkeypatch):
+SIZES = {"layers": 1, "width": 32, "heads": 2, "feed_forward": 64, "vocabulary": 300, "length": 64}
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """Runs of four updates of a smaller model on a part of the text, and short calls."""
+    configure, text = training.mlm.configure, bundled.text()
+    counts = {"steps": 4, "eval_every": 2, "log_every": 1, "batch_size": 4}
     monkeypatch.setenv("LLN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(bundled, "text", lambda: text[:30_000])
+    monkeypatch.setattr(
+        training.mlm, "configure", lambda *a, **given: configure(*a, **given | SIZES | counts)
+    )
+    cases = cost.cases(quick=True)
+    monkeypatch.setattr(cost, "cases", lambda **_: [case for case in cases if case.N <= 1024])
+
+
+def test_what_is_quick_is_as_the_rest_but_for_its_updates():
+    quick, whole = (training.configuration("lln_diag", quick=each) for each in (True, False))
+    assert (quick.train.steps, whole.train.steps) == (training.QUICK_STEPS, training.STEPS)
+    assert (quick.layers, quick.length) == (whole.layers, whole.length)
+
+
+def test_report_tables_and_files(tmp_path, small):
     console = Console(record=True, width=160, force_terminal=False)
     report = run(tmp_path / "demo", quick=True, console=console)
     html = report.read_text(encoding="utf-8")
