@@ -29,7 +29,7 @@ def check(tensors, dtype, **options) -> None:
     ],
 )
 def test_lengths(tokens, block, dtype, device):
-    tensors = inputs(queries=tokens, width=16, device=device)
+    tensors = inputs(1, 1, tokens, width=16, device=device)
     check(tensors, dtype, causal_block=block)
 
 

@@ -22,14 +22,16 @@ WINDOWS = [
 ]
 
 
-def inputs(tokens, *, heads=2, key_heads=2, width=16, slots=16, device) -> dict[str, Tensor]:
-    q, k, v = random_qkv(2, heads, tokens, None, width, key_heads=key_heads)
-    alpha, beta = random_scales(2, heads, key_heads)
+def inputs(
+    tokens, *, batch=2, heads=2, key_heads=2, width=16, slots=16, device
+) -> dict[str, Tensor]:
+    q, k, v = random_qkv(batch, heads, tokens, None, width, key_heads=key_heads)
+    alpha, beta = random_scales(batch, heads, key_heads)
     far = {
-        "q_far": torch.randn(2, heads, tokens, slots, dtype=torch.float64),
-        "k_far": torch.randn(2, key_heads, tokens, slots, dtype=torch.float64),
+        "q_far": torch.randn(batch, heads, tokens, slots, dtype=torch.float64),
+        "k_far": torch.randn(batch, key_heads, tokens, slots, dtype=torch.float64),
     }
-    gamma = torch.randn(2, heads, dtype=torch.float64)
+    gamma = torch.randn(batch, heads, dtype=torch.float64)
     tensors = {"q": q, "k": k, "v": v, **far, "alpha": alpha, "beta": beta, "gamma": gamma}
     return {name: x.to(device) for name, x in tensors.items()}
 
@@ -43,14 +45,14 @@ def check(tensors: dict[str, Tensor], dtype: torch.dtype, **options) -> None:
 def test_windows(block, overlap, dtype, is_causal, device):
     options = {"block": block, "overlap": overlap, "is_causal": is_causal}
     tokens = 100 if dtype == torch.float32 else 96  # whole tiles, too
-    check(inputs(tokens, heads=1, key_heads=1, device=device), dtype, **options)
+    check(inputs(tokens, batch=1, heads=1, key_heads=1, device=device), dtype, **options)
 
 
 @pytest.mark.parametrize("tokens", [1, 33])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_fewer_tokens_than_a_window(tokens, is_causal, device):
     options = {"block": 32, "overlap": 16, "is_causal": is_causal}
-    check(inputs(tokens, device=device), torch.float32, **options)
+    check(inputs(tokens, batch=1, device=device), torch.float32, **options)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -110,7 +112,7 @@ def test_huge_inputs_give_averages_of_values(device):
 
 
 def test_the_same_call_gives_the_same_bits(device):
-    given = inputs(100, heads=1, key_heads=1, device=device)
+    given = inputs(100, batch=1, heads=1, key_heads=1, device=device)
     tensors = {name: x.float() for name, x in given.items()}
     options = {"block": 16, "overlap": 16, "is_causal": False, "scale": 0.25}
     assert torch.equal(

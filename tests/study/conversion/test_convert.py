@@ -113,16 +113,6 @@ def test_the_report_has_the_numbers_of_the_file(converted, family):
     assert "http://" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
 
 
-def test_maps_that_see_what_there_was_before_rotation(place):
-    out = place / "llama-before"
-    done = command(place, "llama", out, "--set", "before_rotation=true")
-    assert done.exit_code == 0, done.output
-    found = read(out)
-    assert found["options"]["before_rotation"] and "center_keys" not in found["options"]
-    core = lln.hf.load(out, hf.AutoModelForCausalLM).model.layers[1].self_attn.lln
-    assert core.features.before_rotation
-
-
 def test_an_encoder_is_judged_by_its_embeddings(converted):
     found = read(converted["bert"][0])
     first, last = found["stages"][0], found["stages"][-1]
@@ -217,11 +207,16 @@ def test_a_killed_run_goes_on_and_ends_as_one_in_one_go(
     )
 
 
-def test_layers_may_keep_softmax(place, tmp_path):
-    done = command(place, "llama", tmp_path / "out", "--keep", "1", "--recover-steps", "0")
+def test_layers_may_keep_softmax_beside_maps_of_what_there_was_before_rotation(place, tmp_path):
+    more = ("--keep", "1", "--recover-steps", "0", "--set", "before_rotation=true")
+    done = command(place, "llama", tmp_path / "out", *more)
     assert done.exit_code == 0, done.output
     found = read(tmp_path / "out")
-    assert len(found["kept"]) == 1
+    assert found["options"]["before_rotation"] and "center_keys" not in found["options"]
+    (kept,) = found["kept"]
+    layers = lln.hf.load(tmp_path / "out", hf.AutoModelForCausalLM).model.layers
+    assert layers[1 - kept].self_attn.lln.features.before_rotation
+    assert "lln" not in layers[kept].self_attn._modules
     assert [row["stage"] for row in found["stages"]][-1] == "keep"
     assert {row["layer"] for row in found["near_shares"]} != {0, 1}
 
