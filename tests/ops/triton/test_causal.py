@@ -146,7 +146,7 @@ def test_carried_sums_with_groups_and_masks(carried_sums, dtype, normalize_keys,
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in reduce:RuntimeWarning")
-@pytest.mark.parametrize("name", ADVERSARIAL)
+@pytest.mark.parametrize("name", ["late_outlier_key", "drifting_keys", "scale_1e2", "scale_1e3"])
 def test_carried_sums_underflow_no_more_than_means(carried_sums, name, device):
     test_no_input_underflows(name, device)
 

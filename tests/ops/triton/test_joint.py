@@ -55,8 +55,14 @@ def test_fewer_tokens_than_a_window(tokens, is_causal, device):
     check(inputs(tokens, batch=1, device=device), torch.float32, **options)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("dtype, normalize_keys", [(torch.float32, True), (torch.float16, False)])
+@pytest.mark.parametrize(
+    "dtype, normalize_keys, is_causal",
+    [
+        (torch.float32, True, False),
+        (torch.float32, True, True),
+        (torch.float16, False, True),
+    ],
+)
 def test_masks_groups_sinks_and_unequal_widths(dtype, normalize_keys, is_causal, device):
     mask = torch.rand(2, 60, device=device) > 0.3
     mask[0, :36] = False  # blocks that see nothing, near or far
