@@ -179,23 +179,28 @@ def test_the_table_has_no_cycle():
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_down(path: Path):
+def test_imports_point_down_and_packages_stay_in_their_layer(path: Path):
+    found = list(imports(path))
+    check_layers(path, found)
+    check_packages(path, found)
+
+
+def check_layers(path: Path, found: list[tuple[str, bool]]) -> None:
     layer = layer_of(name_of(path))
-    for name, _ in imports(path):
+    for name, _ in found:
         root, _, inside = name.partition(".")
         below = layer_of(inside) if root == "lln" else None
         if below is not None and layer is not None:
             assert below == layer or below in LAYERS[layer], f"{layer} must not import {name}"
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_third_party_packages_stay_in_their_layer(path: Path):
+def check_packages(path: Path, found: list[tuple[str, bool]]) -> None:
     inside = str(path.relative_to(PACKAGE))
     own = next((own for folder, own in FOLDERS_OF.items() if inside.startswith(folder)), set())
     layer = layer_of(name_of(path))
     allowed = (THIRD_PARTY[layer] if layer else set()) | own
     at_the_top = ALWAYS_PRESENT | own | EXTRAS_AT_THE_TOP.get(inside, set())
-    for name, when_imported in imports(path):
+    for name, when_imported in found:
         root = name.split(".")[0]
         if root == "lln" or root in sys.stdlib_module_names:
             continue
