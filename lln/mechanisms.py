@@ -431,6 +431,23 @@ _TABLE = (
     ),
 )
 
+_FOR_STUDIES = (
+    Mechanism(
+        "lln_authors",
+        "lln.baselines.lln_authors:AuthorsLLN",
+        _THIS_PAPER,
+        time="N d²",
+        memory="N d",
+        options={"eps": 1e-8, "diag": False},
+        cross=False,
+        matrix="signed",
+        masks="none: padding counts as tokens",
+        source="the authors' code",
+        note="for studies only: what their code does, defects included; samples of a batch depend "
+        "on each other",
+    ),
+)
+
 HALF_PRODUCTS = "half_products"
 # Under an autocast to bfloat16 these may leave their products to it, with an error against float64
 # at most twice that of float32 products there, and a rounding (tests/baselines/test_half.py). Not
@@ -454,3 +471,8 @@ def _complete(entry: Mechanism) -> Mechanism:
 MECHANISMS: Mapping[str, Mechanism] = MappingProxyType(
     {entry.name: _complete(entry) for entry in _TABLE}
 )
+# Known to `describe`, `create` and `lln train`, listed nowhere: they keep no promise of the zoo.
+FOR_STUDIES: Mapping[str, Mechanism] = MappingProxyType(
+    {entry.name: entry for entry in _FOR_STUDIES}
+)
+KNOWN: Mapping[str, Mechanism] = MappingProxyType({**MECHANISMS, **FOR_STUDIES})

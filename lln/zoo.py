@@ -12,7 +12,7 @@ import difflib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from lln.mechanisms import HALF_PRODUCTS, MECHANISMS, Mechanism
+from lln.mechanisms import HALF_PRODUCTS, KNOWN, MECHANISMS, Mechanism
 
 if TYPE_CHECKING:
     from lln.baselines.base import Layer, TokenMixer
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def list_mechanisms() -> list[str]:
-    """The names :func:`create` knows."""
+    """The names of the zoo, all that :func:`create` makes but what is for studies only."""
     return list(MECHANISMS)
 
 
@@ -31,9 +31,9 @@ def describe(name: str) -> Mechanism:
         >>> lln.describe("nystromformer").defaults
         {'landmarks': 64, 'iterations': 6, 'kernel_size': 33, 'half_products': False}
     """
-    if name not in MECHANISMS:
+    if name not in KNOWN:
         raise unknown_name("name", name, MECHANISMS)
-    return MECHANISMS[name]
+    return KNOWN[name]
 
 
 def unknown_name(argument: str, name: object, known: Iterable[str]) -> ValueError:

@@ -113,6 +113,8 @@ def list_mechanisms(
         table.add_row(entry.name, entry.paper, entry.time, _forms(entry))
     console.print(table)
     console.print("More of one, with its options: lln list NAME", style="dim", highlight=False)
+    others = ", ".join(name for name in zoo.KNOWN if name not in zoo.MECHANISMS)
+    console.print(f"For studies only: {others}", style="dim", highlight=False)
 
 
 def _forms(entry) -> str:

@@ -93,7 +93,7 @@ def settings(pairs: list[str] | None, start: Any, attention: str | None = None) 
         from lln import zoo
 
         name = "softmax" if attention.startswith("softmax") else attention
-        known = name in zoo.list_mechanisms()  # `configure` names the nearest if it is not
+        known = name in zoo.KNOWN  # `configure` names the nearest if it is not
         options = zoo.describe(name).defaults if known else {}
     if pairs and LIST in pairs:
         show_settings(start, options)

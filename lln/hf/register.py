@@ -70,11 +70,11 @@ def register() -> list[str]:
         >>> model = AutoModel.from_pretrained("roberta-base", attn_implementation="lln_diag")
     """
     names = []
-    for attention in zoo.MECHANISMS:
+    for attention in zoo.KNOWN:
         name = implementation_name(attention)
         AttentionInterface.register(name, partial(attention_forward, attention))
         AttentionMaskInterface.register(name, linear_mask)
-        if cores.is_core(zoo.describe(attention)):
+        if attention in zoo.MECHANISMS and cores.is_core(zoo.describe(attention)):
             names.append(name)
     AttentionInterface.register(MIXED, partial(attention_forward, MIXED))
     AttentionMaskInterface.register(MIXED, mixed_mask)

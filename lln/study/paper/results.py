@@ -16,6 +16,7 @@ NAMES = {
     "softmax": "Softmax",
     "softmax_eager": "Softmax (eager)",
     "lln": "LLN",
+    "lln_authors": "LLN as the authors' code",
     "lln_diag": "LLN+Diag",
     "block_diag": "Diag",
     "elu": "ELU",
@@ -38,7 +39,8 @@ WORDS["half_products"] = "bf16 products"
 ORDER = (
     *("softmax_eager", "softmax", "reformer", "performer", "elu", "longformer", "transformer_ls"),
     *("tnn", "transnormer_t2", "cosformer", "transnormer_t1", "flash", "nystromformer"),
-    *("linformer", "skyformer", "polaformer", "block_diag", "lln", "lln_diag"),
+    *("linformer", "skyformer", "polaformer", "block_diag", "lln", "lln_authors"),
+    "lln_diag",
 )
 
 # What two pre-trainings must share to be compared or averaged, beside mechanism, rate and seed.

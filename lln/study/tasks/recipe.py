@@ -50,7 +50,7 @@ def _check_mechanism(attention: str, options: Mapping[str, Any]) -> None:
 
     Values are looked at when the model is built.
     """
-    names = [*dict.fromkeys((*softmax.NAMES, *zoo.list_mechanisms()))]
+    names = [*dict.fromkeys((*softmax.NAMES, *zoo.KNOWN))]
     if attention not in names:
         raise zoo.unknown_name("attention", attention, names)
     if not isinstance(options, Mapping):
