@@ -69,7 +69,9 @@ def vit(
 def lra(
     task: Annotated[
         str,
-        typer.Option(help="listops, text, image, pathfinder, retrieval or retrieval_wiki."),
+        typer.Option(
+            help="listops, text, image, pathfinder, retrieval, retrieval_wiki or retrieval_short."
+        ),
     ],
     attention: Attention = "lln_diag",
     data: Data = None,

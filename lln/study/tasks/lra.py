@@ -77,6 +77,7 @@ PUBLISHED = {
     "pathfinder": (128, 2e-4, 312),
     "retrieval": (16, 2e-4, 800),
     "retrieval_wiki": (16, 2e-4, 800),
+    "retrieval_short": (32, 2e-4, 800),
 }
 
 

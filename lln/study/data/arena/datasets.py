@@ -10,6 +10,8 @@ pathfinder   1,024       2 ``pathfinder32/curv_contour_length_14``; generated
 retrieval  2×4,000       2 ``new_aan_pairs.{train,eval,test}.tsv``
 retrieval_ 2×4,000       2 ``wiki2015_train.jsonl.xz``, or any corpus of articles: do two
 wiki                       passages come from the same article? Not the official task
+retrieval_   2×500       2 the same corpus: do two passages share half of their text, or are
+short                      they of two articles? A stand-in that is learned soon
 ========== ======= ======= ================================================================
 
 Token 0 is padding everywhere. Gray values are tokens themselves, as in the code base that the paper
@@ -40,6 +42,8 @@ PARTS = ("train", "valid", "test")
 RELEASES = ("", "lra_release", "lra_release/lra_release")  # how the archive unpacks
 HELD_OUT = 10  # one of so many training examples is for validation where there is no file for it
 KEYS = ("train", "train_labels", "test", "test_labels")
+SHORT = 500  # bytes of a passage of retrieval_short
+MOST_PASSAGES = 20  # of an article there
 WIKI_PAIRS = {"train": 100_000, "valid": 4_000, "test": 10_000}
 
 
@@ -259,10 +263,28 @@ def _retrieval(ask: Ask) -> LRAData:
 
 
 def _retrieval_wiki(ask: Ask) -> LRAData:
-    """Passages of 4,000 bytes; articles are split before passages are paired."""
+    """Passages of 4,000 bytes that share no text; the same article or not."""
+    tokens, article, name = _passages(ask, "retrieval_wiki", 4000, 4000)
+    splits = _paired("retrieval_wiki", tokens, article)
+    return LRAData("retrieval_wiki", splits, 4096, 256, 2, f"passages of {name} articles")
+
+
+def _retrieval_short(ask: Ask) -> LRAData:
+    """Passages of 500 bytes; half of the one is half of the other, or they are of two articles."""
+    cut = _passages(ask, "retrieval_short", SHORT, SHORT // 2, most=MOST_PASSAGES)
+    tokens, article, name = cut
+    splits = _paired("retrieval_short", tokens, article, neighbours=True)
+    source = f"passages of {name} articles that share their half"
+    return LRAData("retrieval_short", splits, 512, 256, 2, source)
+
+
+def _passages(
+    ask: Ask, task: str, size: int, step: int, *, most: int | None = None
+) -> tuple[np.ndarray, np.ndarray, str]:
+    """Passages that begin every ``step`` bytes, their articles' numbers, the name of the corpus."""
     wiki = ask.find("wiki2015_train.jsonl.xz")
     if wiki is None and ask.folder is None:
-        raise _absent("retrieval_wiki", "wiki2015_train.jsonl.xz or another corpus", ask)
+        raise _absent(task, "wiki2015_train.jsonl.xz or another corpus", ask)
     name = "wiki2015" if wiki else text.find(ask.folder).name
     files = wiki or [Path(p) for p in text.find(ask.folder).files.get("train", ())]
 
@@ -270,37 +292,56 @@ def _retrieval_wiki(ask: Ask) -> LRAData:
         passages, article = [], []
         for number, body in enumerate(a for path in files for a in text.read(path)):
             content = body.encode()
-            whole = len(content) // 4000
-            passages += [content[i * 4000 : (i + 1) * 4000] for i in range(whole)]
-            article += [number] * whole
+            starts = range(0, len(content) - size + 1, step)[:most]
+            passages += [content[start : start + size] for start in starts]
+            article += [number] * len(starts)
         if not passages:
-            raise DamagedData(f"{name} has no article of 4,000 bytes; pass a corpus of long texts")
-        return {"tokens": lra_files.as_rows(passages, 4000), "article": np.array(article)}
+            raise DamagedData(
+                f"{name} has no article of {size:,} bytes; pass a corpus of long texts"
+            )
+        return {"tokens": lra_files.as_rows(passages, size), "article": np.array(article)}
 
-    arrays = _kept(ask, "wiki", files, ("tokens", "article"), read)
-    tokens, article = arrays["tokens"], np.asarray(arrays["article"])
+    arrays = _kept(ask, task.removeprefix("retrieval_"), files, ("tokens", "article"), read)
+    return arrays["tokens"], np.asarray(arrays["article"]), name
+
+
+def _paired(
+    task: str, tokens: np.ndarray, article: np.ndarray, *, neighbours: bool = False
+) -> dict[str, Split]:
+    """Pairs of each split; articles are split before passages are paired."""
     part = np.random.default_rng(0).permutation(article.max() + 1)[article] % 10
     chosen = {"test": part == 0, "valid": part == 1, "train": part > 1}
-    splits = {
-        name: _pairs(tokens, article, np.flatnonzero(rows), WIKI_PAIRS[name], seed)
+    how = {"task": task, "neighbours": neighbours}
+    return {
+        name: _pairs(tokens, article, np.flatnonzero(rows), WIKI_PAIRS[name], seed, **how)
         for seed, (name, rows) in enumerate(chosen.items())
     }
-    return LRAData("retrieval_wiki", splits, 4096, 256, 2, f"passages of {name} articles")
 
 
 def _pairs(
-    tokens: np.ndarray, article: np.ndarray, rows: np.ndarray, count: int, seed: int
+    tokens: np.ndarray,
+    article: np.ndarray,
+    rows: np.ndarray,
+    count: int,
+    seed: int,
+    *,
+    task: str,
+    neighbours: bool,
 ) -> Split:
-    """Half of the pairs are two passages of one article, the others of two."""
+    """Half of the pairs are two passages (or neighbours) of one article, the others of two."""
     generator = np.random.default_rng(seed)
     first = np.searchsorted(article[rows], article[rows])  # rows are sorted by article
     size = np.bincount(article[rows])[article[rows]]
     if not (size > 1).any() or len(np.unique(article[rows])) < 2:
-        raise DamagedData("retrieval_wiki needs at least two articles of 8,000 bytes per split")
+        least = tokens.shape[1] * (3 if neighbours else 4) // 2
+        raise DamagedData(f"{task} needs at least two articles of {least:,} bytes per split")
     labels = np.arange(count) % 2
     one = generator.choice(np.flatnonzero(size > 1), count)
     inside = one - first[one]
-    other = first[one] + (inside + generator.integers(1, size[one])) % size[one]
+    if neighbours:
+        other = one + np.where(inside + 1 < size[one], 1, -1)
+    else:
+        other = first[one] + (inside + generator.integers(1, size[one])) % size[one]
     far = generator.integers(len(rows), size=count)
     while (same := (article[rows[far]] == article[rows[one]])).any():
         far[same] = generator.integers(len(rows), size=int(same.sum()))
@@ -352,4 +393,5 @@ TASKS: dict[str, Callable[[Ask], LRAData]] = {
     "pathfinder": _pathfinder,
     "retrieval": _retrieval,
     "retrieval_wiki": _retrieval_wiki,
+    "retrieval_short": _retrieval_short,
 }

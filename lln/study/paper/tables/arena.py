@@ -24,6 +24,7 @@ NAMES = {
     "listops": "ListOps",
     "retrieval": "Retrieval",
     "retrieval_wiki": "Retrieval (stand-in)",
+    "retrieval_short": "Retrieval (short stand-in)",
     "pathfinder": "Pathfinder",
     "image": "Image",
 }
@@ -79,7 +80,7 @@ def _table(by_task: dict[str, list[Row]]) -> Table:
 
 def shown(row: Row) -> str:
     """The mechanism; options that belong to the published setting are not named."""
-    if row["mechanism"] in ("lln", "lln_diag"):
+    if row["mechanism"] in ("lln", "lln_authors", "lln_diag"):
         return mechanism(row)
     return mechanism({**row, "configuration": {**row["configuration"], "options": {}}})
 
@@ -140,6 +141,11 @@ def _notes(
         notes.append(
             "Retrieval (stand-in): do two passages of 4,000 bytes come from the same Wikipedia "
             "article? The official pairs may not be redistributed."
+        )
+    if "retrieval_short" in by_task:
+        notes.append(
+            "Retrieval (short stand-in): do two passages of 500 bytes share half of their text, or "
+            "come from two articles?"
         )
     return [*notes, "avg of 4: Text, ListOps, Pathfinder, Image.", origin_text(everything)]
 
