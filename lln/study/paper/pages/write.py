@@ -18,10 +18,12 @@ from lln.study.paper.pages import (
     claims,
     conversion,
     costs,
+    lln_alone,
     near_far,
     onnx,
     parallel,
     questions,
+    retrieval,
     serving,
     versions,
 )
@@ -109,6 +111,10 @@ DRAWINGS: Mapping[str, tuple[str, Callable[[Path], list[Panel]]]] = {
         "Loss of pre-training against updates and against time",
         lambda results: training_figures.losses(read_curves(results)),
     ),
+    "figure_lln_alone": (
+        "Loss of pre-training of LLN alone and beside it",
+        lln_alone.figure,
+    ),
     "figure_9": ("α and β of every layer while the ViT trains", partial(_of_runs, "9")),
     "figure_10a": ("Accuracy of the ViT against fixed α = β", partial(_of_runs, "10a")),
     "figure_arena": (
@@ -127,12 +133,14 @@ BLOCKS: Blocks = {
     "table_pretraining": pretraining,
     **claims.BLOCKS,
     **costs.BLOCKS,
+    **lln_alone.BLOCKS,
     **questions.BLOCKS,
     **near_far.BLOCKS,
     **conversion.BLOCKS,
     **onnx.BLOCKS,
     **serving.BLOCKS,
     **parallel.BLOCKS,
+    **retrieval.BLOCKS,
     **versions.BLOCKS,
 }
 
