@@ -10,7 +10,7 @@ pathfinder   1,024       2 ``pathfinder32/curv_contour_length_14``; generated
 retrieval  2×4,000       2 ``new_aan_pairs.{train,eval,test}.tsv``
 retrieval_ 2×4,000       2 ``wiki2015_train.jsonl.xz``, or any corpus of articles: do two
 wiki                       passages come from the same article? Not the official task
-retrieval_   2×500       2 the same corpus: do two passages share half of their text, or are
+retrieval_    2×64       2 the same corpus: do two passages share 48 bytes, or are
 short                      they of two articles? A stand-in that is learned soon
 ========== ======= ======= ================================================================
 
@@ -42,7 +42,7 @@ PARTS = ("train", "valid", "test")
 RELEASES = ("", "lra_release", "lra_release/lra_release")  # how the archive unpacks
 HELD_OUT = 10  # one of so many training examples is for validation where there is no file for it
 KEYS = ("train", "train_labels", "test", "test_labels")
-SHORT = 500  # bytes of a passage of retrieval_short
+SHORT, SHIFT = 64, 16  # bytes of a passage of retrieval_short, and to the next
 MOST_PASSAGES = 20  # of an article there
 WIKI_PAIRS = {"train": 100_000, "valid": 4_000, "test": 10_000}
 
@@ -270,12 +270,12 @@ def _retrieval_wiki(ask: Ask) -> LRAData:
 
 
 def _retrieval_short(ask: Ask) -> LRAData:
-    """Passages of 500 bytes; half of the one is half of the other, or they are of two articles."""
-    cut = _passages(ask, "retrieval_short", SHORT, SHORT // 2, most=MOST_PASSAGES)
+    """Passages of 64 bytes that share 48 of them, or are of two articles."""
+    cut = _passages(ask, "retrieval_short", SHORT, SHIFT, most=MOST_PASSAGES)
     tokens, article, name = cut
     splits = _paired("retrieval_short", tokens, article, neighbours=True)
-    source = f"passages of {name} articles that share their half"
-    return LRAData("retrieval_short", splits, 512, 256, 2, source)
+    source = f"passages of {name} articles that share three quarters"
+    return LRAData("retrieval_short", splits, SHORT, 256, 2, source)
 
 
 def _passages(
@@ -301,7 +301,8 @@ def _passages(
             )
         return {"tokens": lra_files.as_rows(passages, size), "article": np.array(article)}
 
-    arrays = _kept(ask, task.removeprefix("retrieval_"), files, ("tokens", "article"), read)
+    kept_as = "wiki" if task == "retrieval_wiki" else f"{task}-{size}-{step}"
+    arrays = _kept(ask, kept_as, files, ("tokens", "article"), read)
     return arrays["tokens"], np.asarray(arrays["article"]), name
 
 
@@ -333,7 +334,7 @@ def _pairs(
     first = np.searchsorted(article[rows], article[rows])  # rows are sorted by article
     size = np.bincount(article[rows])[article[rows]]
     if not (size > 1).any() or len(np.unique(article[rows])) < 2:
-        least = tokens.shape[1] * (3 if neighbours else 4) // 2
+        least = SHORT + SHIFT if neighbours else 2 * tokens.shape[1]
         raise DamagedData(f"{task} needs at least two articles of {least:,} bytes per split")
     labels = np.arange(count) % 2
     one = generator.choice(np.flatnonzero(size > 1), count)

@@ -144,8 +144,8 @@ def _notes(
         )
     if "retrieval_short" in by_task:
         notes.append(
-            "Retrieval (short stand-in): do two passages of 500 bytes share half of their text, or "
-            "come from two articles?"
+            "Retrieval (short stand-in): do two passages of 64 bytes share 48 of them, or come "
+            "from two articles?"
         )
     return [*notes, "avg of 4: Text, ListOps, Pathfinder, Image.", origin_text(everything)]
 
