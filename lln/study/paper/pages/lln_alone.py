@@ -270,8 +270,9 @@ def figure(results: Path) -> list[Panel]:
     updates, nats = Axis("updates"), Axis("nats per hidden token")
     drawn = []
     lines = _large(results)
+    slots = {_short(line): slot for slot, line in enumerate(lines)}  # one colour in both panels
     if lines:
-        curves = [_curve(_short(line), [line], slot) for slot, line in enumerate(lines)]
+        curves = [_curve(_short(line), [line], slots[_short(line)]) for line in lines]
         title = "Large: {layers} layers × {width}, N = {length}".format(**lines[0]["configuration"])
         drawn.append(Panel(title, curves, updates, nats, _origin(results, lines)))
     folder = results / SMALL
@@ -282,8 +283,8 @@ def figure(results: Path) -> list[Panel]:
         own = [line for line in found if line["configuration"]["heads"] == usual]
         variants = grouped(sorted(own, key=in_paper_order), mechanism)
         curves = [
-            _curve(name, lines, slot)
-            for slot, (name, lines) in enumerate(list(variants.items())[:DRAWN])
+            _curve(name, lines, slots.setdefault(name, len(slots)))
+            for name, lines in list(variants.items())[:DRAWN]
         ]
         title = "On a CPU: {layers} layers × {width}, N = {length}, mean over seeds"
         of = found[0]["configuration"]
