@@ -263,6 +263,7 @@ def _connect(ray: Any, address: str) -> None:
             "the command on a machine of the cluster, with HOST:PORT or without an address"
         )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # 15 hardly runs beside other work
     options = {"log_to_driver": False, "logging_level": "WARNING"}
     try:
         ray.init(address=None if address == "auto" else address, **options)

@@ -38,6 +38,7 @@ for _name in (
     "worker_register_timeout_seconds",
 ):
     os.environ.setdefault(f"RAY_{_name}", str(HANGS))
+os.environ.setdefault("RAY_worker_niceness", "0")  # of 15, beside other tests hardly one starts
 
 
 @pytest.fixture
