@@ -77,7 +77,7 @@ def attend_next(
         linear = _read(rows, state) if _has_far(local, counts[0]) else None
     else:
         near = _near_apart(window, queries, keys, v, k_far, key_mask, local)
-        linear = _read_if_there(rows, state)
+        linear = _read(rows, state)
     out, log = near
     if linear is not None:
         share = torch.sigmoid(log - linear[1] - _level(core, log))
@@ -161,15 +161,7 @@ def _has_far(local: Local, count: int) -> bool:
 def _read(
     rows: Float[Tensor, "B Hkv G S"], state: State
 ) -> tuple[Float[Tensor, "B Hkv G E"], Float[Tensor, "B Hkv G"]]:
-    """What queries get from a state that is not empty, and the logarithm of its normaliser."""
-    scores = rows + state.log_mass[:, :, None]
-    return torch.softmax(scores, -1) @ state.mean, torch.logsumexp(scores, -1)
-
-
-def _read_if_there(
-    rows: Float[Tensor, "B Hkv G S"], state: State
-) -> tuple[Float[Tensor, "B Hkv G E"], Float[Tensor, "B Hkv G"]]:
-    """The same where states of some samples may be empty: 0, and −inf."""
+    """What queries get from a state, and the logarithm of its normaliser; 0 and −inf if empty."""
     scores = rows + state.log_mass[:, :, None]
     log = torch.logsumexp(scores, -1)
     return torch.exp(scores - finite_or_zero(log)[..., None]) @ state.mean, log

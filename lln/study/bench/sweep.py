@@ -76,9 +76,8 @@ def growth(rows: Sequence[Row]) -> list[Row]:
             continue
         lengths = [row["N"] for row in curve]
         memory = [row["peak_mb"] for row in curve]
-        is_known = all(
-            peak is not None and peak > 0 for peak in memory
-        )  # pages are counted roughly
+        # Pages are counted roughly: a small peak may come out as 0 or below.
+        is_known = all(peak is not None and peak > 0 for peak in memory)
         found.append(
             {
                 "op": op,
