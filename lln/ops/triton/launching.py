@@ -27,8 +27,7 @@ R = TypeVar("R")
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 ALIGNED = 15  # bits of an address that are 0 where Triton's kernels for aligned memory fit
 # Compiled kernels take all arguments of their source since 3.3; AMD's depend on more of a tensor.
-# To be asked for, until it has been tested on a GPU: so far it has only been read and interpreted.
-_REMEMBERS = os.environ.get("LLN_DIRECT_LAUNCH") == "1" and torch.version.hip is None
+_REMEMBERS = os.environ.get("LLN_DIRECT_LAUNCH", "1") != "0" and torch.version.hip is None
 _REMEMBERS = _REMEMBERS and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
 
 
@@ -70,10 +69,10 @@ def alike(*strides: tuple[int, ...]) -> bool:
 class Launch:
     """A kernel, its grid, and all of its arguments that are no tensors.
 
-    Called with the tensors, in the order of the kernel's parameters: the first ones. With
-    ``LLN_DIRECT_LAUNCH=1`` the compiled kernel is launched as it is from the second call on, if all
-    addresses are multiples of 16 and the tensors on the current CUDA device; through Triton's
-    binder otherwise.
+    Called with the tensors, in the order of the kernel's parameters: the first ones. The compiled
+    kernel is launched as it is from the second call on, if all addresses are multiples of 16 and
+    the tensors on the current CUDA device; through Triton's binder otherwise, and everywhere with
+    ``LLN_DIRECT_LAUNCH=0`` in the environment.
 
     Args:
         numbers: The parameters after the tensors.
