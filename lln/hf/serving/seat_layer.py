@@ -23,6 +23,7 @@ from lln.hf.next_token import softmax_over
 from lln.hf.rotation import Rotation
 from lln.hf.softmax import kept_keys, put_softmax, softmax_heads_of
 from lln.nn import LLNAttention
+from lln.ops import triton as kernels
 from lln.ops.convolution import convolve_next, last_values
 from lln.ops.eager.joint.near_far import combine
 from lln.ops.eager.state import merge
@@ -93,14 +94,10 @@ class SeatLayer(CacheLayerMixin):
         wide = compute_dtype(q, k, v)
         queries, values = q.to(wide), v.to(wide)
         keys, q_far, k_far = core.decoding_inputs(queries, k.to(wide), rotation)
-        local = core.local
-        near = None if local is None else self._near(queries, keys, v, local)
-        if local is not None and local.far == "others":
-            linear = self._read(q_far, self._leave(k_far, values, local))
+        if self._has_kernel(core, q_far, k_far, values):
+            out = self._by_kernel(core, queries, keys, values, q_far, k_far)
         else:
-            self._fold("", k_far, values, None)
-            linear = self._read(q_far, None)
-        out = self._together(near, linear)
+            out = self._step(core.local, queries, keys, values, q_far, k_far)
         if core.conv_weight is not None:
             last = self.tensors["last"]
             out = out + core.for_queries(convolve_next(values, core.conv_weight, last))
@@ -115,6 +112,41 @@ class SeatLayer(CacheLayerMixin):
             options = {"group": group, "key_mask": self._so_far(), "is_causal": True}
             out = put_softmax(out, heads, q, *seen, **options)
         return out.to(q.dtype)
+
+    def _has_kernel(self, core: LLNAttention, q_far: Tensor, k_far: Tensor, values: Tensor) -> bool:
+        """Whether near and far keys are under one normaliser, and a kernel takes them."""
+        if core.local is None or core.local.far != "others" or core.impl not in (None, "triton"):
+            return False
+        if torch.compiler.is_compiling():  # it writes in place, unknown to a tracer
+            return False
+        return kernels.refuses_next_token(q_far, values, k_far, self.tensors) is None
+
+    def _by_kernel(
+        self,
+        core: LLNAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_far: Tensor,
+        k_far: Tensor,
+    ) -> Float[Tensor, "B H 1 E"]:
+        assert core.local is not None
+        known = {name: x for name, x in self.constants.items() if name != "mix"}
+        return kernels.next_token(
+            q, k, v, q_far, k_far, self.position, self.tensors, local=core.local, **known
+        )
+
+    def _step(
+        self, local: Local | None, q: Tensor, k: Tensor, v: Tensor, q_far: Tensor, k_far: Tensor
+    ) -> Float[Tensor, "B H 1 E"]:
+        """The same in PyTorch's operations, and for branches that are averaged."""
+        near = None if local is None else self._near(q, k, v, local)
+        if local is not None and local.far == "others":
+            linear = self._read(q_far, self._leave(k_far, v, local))
+        else:
+            self._fold("", k_far, v, None)
+            linear = self._read(q_far, None)
+        return self._together(near, linear)
 
     def _together(
         self, near: tuple[Tensor, Tensor] | None, linear: tuple[Tensor, Tensor]

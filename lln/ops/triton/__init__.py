@@ -1,8 +1,9 @@
 """Triton kernels; importing this package does not import triton, calling an op does.
 
-Same op names as :mod:`lln.ops`, plus ``standard_deviations``, ``match``, ``measure`` and
-``convolution``. Each is registered with ``torch.library``: torch.compile keeps it whole, CUDA
-graphs capture it, and the same input gives bit-identical outputs and gradients on every run.
+Same op names as :mod:`lln.ops`, plus ``standard_deviations``, ``match``, ``measure``,
+``convolution`` and ``next_token``. Each but the last, which writes in place, is registered with
+``torch.library``: torch.compile keeps it whole, CUDA graphs capture it, and the same input gives
+bit-identical outputs and gradients on every run.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib
 import importlib.util
 import math
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from lln.ops.triton.tiles import (
     shared,
     state_elements,
     state_fits,
+    step_fits,
 )
 from lln.protocols import HALF, Call
 
@@ -39,6 +42,7 @@ _MODULES = {
     "near": "joint.near_far",
     "near_and_log": "joint.near_far",
     "near_far": "joint.near_far",
+    "next_token": "joint.next_token",
     "convolution": "taps.convolution",
     "standard_deviations": "moments.statistics",
     "match": "moments.matching",
@@ -94,6 +98,22 @@ def refuses(call: Call) -> str | None:
     if call.op in ("near", "near_far"):
         return _refuses_near(call) or (_refuses_far(call) if call.op == "near_far" else None)
     return _refuses_causal(call) or _refuses_blocks(call)
+
+
+def refuses_next_token(
+    q: torch.Tensor, v: torch.Tensor, k_far: torch.Tensor, memory: Mapping[str, torch.Tensor]
+) -> str | None:
+    """Why the kernels of a step of decoding cannot take these tensors, or None."""
+    if (reason := refuses_device(q)) is not None:
+        return reason
+    if memory["mean"].dtype != torch.float32 or q.dtype not in (*HALF, torch.float32):
+        return f"q is {q.dtype}, the state {memory['mean'].dtype}; states must be float32"
+    d, e, slots = q.shape[-1], v.shape[-1], k_far.shape[-1]
+    if not step_fits(d, slots, e):
+        return f"D={d}, E={e} and {slots} slots are more than a program of a step holds"
+    if not all(x.is_contiguous() for x in memory.values()):
+        return "the memory of the seats is not contiguous"
+    return None
 
 
 def _refuses_near(call: Call) -> str | None:

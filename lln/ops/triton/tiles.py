@@ -222,6 +222,14 @@ def state_fits(slots: int, e: int, dtype: torch.dtype, device: torch.device) -> 
     return padded(slots) * padded(e) <= state_elements(dtype)
 
 
+STEP_ELEMENTS = 1 << 15  # slots times values that a program reads in a step of decoding
+
+
+def step_fits(d: int, slots: int, e: int) -> bool:
+    """Whether a program of a step of decoding holds these widths in registers."""
+    return padded(d) <= 256 and padded(slots) * padded(e) <= STEP_ELEMENTS
+
+
 def fused_backward(d: int, e: int) -> bool:
     """Whether one backward kernel of LLN+Diag holds both branches in registers."""
     return max(padded(d), padded(e)) <= 64

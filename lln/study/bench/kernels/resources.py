@@ -23,6 +23,7 @@ from rich.text import Text
 from torch import Tensor
 
 from lln.ops import triton as kernels
+from lln.ops.local import Local
 from lln.ops.triton import tiles
 from lln.records import machine
 from lln.study.bench import sweep
@@ -113,6 +114,8 @@ class ResourceCase:
             return tiles.block_fits(*widths, self.block, HERE)
         if self.op == "block_causal":
             return tiles.state_fits(*widths, HERE)
+        if self.op == "next_token":
+            return tiles.step_fits(self.D, 2 * self.D, self.D)
         near = tiles.near_fits(self.D, self.D)
         if self.op in NEAR_FAR:
             return near and tiles.state_fits(self.slots, *widths[1:], HERE)
@@ -199,6 +202,27 @@ def _decode(case: ResourceCase, length: int) -> Launched:
     return kernels.decode(q, k, v, *state, key_mask=case.mask(1, 1), **_scales()), []
 
 
+def _next_token(case: ResourceCase, length: int) -> Launched:
+    """A step of serving, with windows that overlap, sinks and twice as many slots as values."""
+    q, k, v = (x.detach() for x in case.tokens(1, HEADS, 1))
+    local = Local(block=128, overlap=128, sinks=4, scale=0.125, far="others")
+    slots = 2 * case.D
+    far = q.new_empty((1, HEADS, 1, slots))
+    memory = {
+        name: q.new_empty((1, HEADS, tokens, width))
+        for name, tokens, width in (
+            *(("near_k", 256, case.D), ("near_v", 256, case.D), ("near_features", 256, slots)),
+            *(("sink_k", 4, case.D), ("sink_v", 4, case.D)),
+        )
+    }
+    for prefix in ("", "pending_"):
+        memory[f"{prefix}log_mass"] = torch.empty(1, HEADS, slots)
+        memory[f"{prefix}mean"] = torch.empty(1, HEADS, slots, case.D)
+    constants = {name: torch.empty(HEADS) for name in ("alpha", "beta", "gamma")}
+    position = torch.zeros(1, dtype=torch.long)
+    return [kernels.next_token(q, k, v, far, far, position, memory, local=local, **constants)], []
+
+
 def _convolution(case: ResourceCase, length: int) -> Launched:
     *_, v = case.tokens(1, HEADS, length)
     weight = torch.empty(HEADS, TAPS, requires_grad=True)
@@ -232,6 +256,7 @@ OPS: dict[str, Callable[[ResourceCase, int], Launched]] = {
     "state": _state,
     "varlen": _varlen,
     "decode": _decode,
+    "next_token": _next_token,
     "convolution": _convolution,
     "statistics": _statistics,
 }
