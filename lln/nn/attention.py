@@ -17,7 +17,7 @@ from lln.nn.draw import Draw, keep_mask, kept_diagonals
 from lln.nn.feature_maps import LOG_FEATURES, FeatureMap, Unrotate, check_feature_map
 from lln.nn.levels import KeyCenter, Level
 from lln.nn.statistics import CAUSAL_NEEDS_STORED_STATISTICS, Matching, choose_statistics
-from lln.ops.arguments import autocast, check_mask, check_qkv, hide, is_dtensor
+from lln.ops.arguments import autocast, check_mask, check_qkv, is_dtensor
 from lln.ops.bidirectional import bidirectional
 from lln.ops.causal import causal
 from lln.ops.convolution import check_conv, convolve_tokens, draw_filters_
@@ -456,27 +456,30 @@ class LLNAttention(nn.Module):
         out = self._branches(q, centered, v, draw, impl)
         if self.conv_weight is None:
             return out
-        return out + self._convolution(self.conv_weight, q, v, draw)
+        return self._with_convolution(out, self.conv_weight, v, draw)
 
-    def _convolution(
-        self, weight: Tensor, q: Tensor, v: Tensor, draw: Draw
+    def _with_convolution(
+        self, out: Tensor, weight: Tensor, v: Tensor, draw: Draw
     ) -> Float[Tensor, "B H N E"]:
-        """Return what ``conv`` adds; causal queries are those of the last keys."""
-        queries, keys = q.shape[2], v.shape[2]
+        """Add what ``conv`` does; causal queries are those of the last keys."""
+        queries, keys = out.shape[2], v.shape[2]
         if queries > keys or (queries < keys and not draw.is_causal):
             raise ValueError(
                 f"conv={self.conv} looks at neighbours of a token: it cannot serve {queries} "
                 f"queries of {keys} keys; leave conv out"
             )
-        first = max(0, keys - queries - self.conv + 1) if draw.is_causal else 0
+        options: dict[str, Any] = {"causal": draw.is_causal, "impl": self.impl}
+        if queries == keys:
+            return convolve_tokens(v, weight, onto=out, key_mask=draw.key_mask, **options)
+        first = max(0, keys - queries - self.conv + 1)
         mask = None if draw.key_mask is None else draw.key_mask[:, first:]
-        seen = hide(v[:, :, first:], mask)
-        near = convolve_tokens(seen, weight, causal=draw.is_causal, impl=self.impl)
-        return self.for_queries(near[:, :, near.shape[2] - queries :])
+        near = convolve_tokens(v[:, :, first:], weight, key_mask=mask, **options)
+        return out + self.for_queries(near[:, :, near.shape[2] - queries :])
 
     def for_queries(self, x: Float[Tensor, "B Hkv N E"]) -> Float[Tensor, "B H N E"]:
         """Repeat what belongs to a key head for all query heads that share it."""
-        return x.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
+        group = self.num_heads // self.num_kv_heads
+        return x if group == 1 else x.repeat_interleave(group, dim=1)
 
     def _branches(
         self, q: Tensor, k: Tensor, v: Tensor, draw: Draw, impl: str | None

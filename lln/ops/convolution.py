@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lln.ops import triton
-from lln.ops.arguments import exported_for_any
+from lln.ops.arguments import exported_for_any, hide
 from lln.ops.dispatch import may_launch
 from lln.protocols import Call
 
@@ -44,10 +44,12 @@ def draw_filters_(weight: Tensor, taps: int) -> Tensor:
 
 
 def convolve_tokens(
-    v: Float[Tensor, "B H N E"],
-    weight: Float[Tensor, "H K"],
+    v: Float[Tensor, "B Hkv N E"],
+    weight: Float[Tensor, "Hkv K"],
     *,
     causal: bool = False,
+    onto: Float[Tensor, "B H N E"] | None = None,
+    key_mask: Bool[Tensor, "B N"] | None = None,
     impl: str | None = None,
 ) -> Float[Tensor, "B H N E"]:
     """v convolved over its tokens by the filter of its head, in the dtype of v.
@@ -55,7 +57,11 @@ def convolve_tokens(
     Args:
         causal: The last weight is that of the token itself; otherwise the one in the middle is, and
             K is odd.
+        onto: What the result is added to; a head of v serves all heads of it that share one.
+        key_mask: True at valid tokens; the others count as zeros, whatever they hold.
         impl: As in :func:`lln.attention`: "eager" and "reference" launch no kernel of ours.
+
+    Numerics: the kernel adds to ``onto`` in float32 and rounds once.
 
     Example:
         >>> v, weight = torch.ones(1, 1, 4, 1), torch.ones(1, 3)
@@ -64,9 +70,17 @@ def convolve_tokens(
         >>> convolve_tokens(v, weight, causal=True).flatten().tolist()
         [1.0, 2.0, 3.0, 3.0]
     """
-    if may_launch(impl) and _kernel_takes(v, weight):
-        return triton.convolution(v, weight, causal=causal)
-    return convolve_by_blocks(v, weight, causal=causal)
+    if may_launch(impl) and _kernel_takes(v, weight, onto):
+        return triton.convolution(v, weight, causal=causal, onto=onto, key_mask=key_mask)
+    return _added(onto, convolve_by_blocks(hide(v, key_mask), weight, causal=causal))
+
+
+def _added(onto: Tensor | None, near: Tensor) -> Tensor:
+    """Return ``near``, or the sum of both, each head of ``near`` for those that share it."""
+    if onto is None:
+        return near
+    group = onto.shape[1] // near.shape[1]
+    return onto + (near if group == 1 else near.repeat_interleave(group, dim=1))
 
 
 def convolve_next(
@@ -95,8 +109,10 @@ def last_values(
     return torch.cat([past[:, :, new.shape[2] :], new], 2)
 
 
-def _kernel_takes(v: Tensor, weight: Tensor) -> bool:
-    return weight.shape[1] <= MOST_TAPS and triton.refuses(Call("convolution", v, v, v)) is None
+def _kernel_takes(v: Tensor, weight: Tensor, onto: Tensor | None) -> bool:
+    if weight.shape[1] > MOST_TAPS or (onto is not None and onto.dtype != v.dtype):
+        return False
+    return triton.refuses(Call("convolution", v, v, v)) is None
 
 
 def convolve_by_blocks(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lln.ops import triton as kernels
+from lln.ops.arguments import hide
 from lln.ops.convolution import convolve_by_blocks, convolve_tokens
 from tests.helpers import relative_error
 from tests.ops.test_convolution import depthwise
@@ -69,9 +70,45 @@ def test_only_what_is_asked_for(device):
     assert kernels.convolution(v[:, :, :0], weight).shape == (2, 3, 0, 16)
 
 
-def test_opcheck(device):
-    v, weight, _ = made(20, 3, device=device)
-    torch.library.opcheck(torch.ops.lln.convolution.default, (v, weight, 2))
+@pytest.mark.parametrize(("group", "masked", "causal"), [(1, False, True), (3, True, False)])
+def test_it_is_added_to_what_it_is_given(group, masked, causal, device):
+    """Without what masked tokens hold, for all heads of a group, rounded once."""
+    taps = 4 if causal else 5
+    v, weight, _ = made(90, taps, dtype=torch.float16, device=device)
+    onto = torch.randn(2, 90, 3 * group, 16, device=device).to(v.dtype).transpose(1, 2)
+    onto, d_out = onto.requires_grad_(), torch.randn_like(onto)
+    mask = torch.arange(90, device=device) < torch.tensor([[90], [50]], device=device)
+    mask = mask if masked else None
+    wild = v if mask is None else v.masked_fill(~mask[:, None, :, None], torch.nan)
+    given = wild.detach().requires_grad_(), weight, onto
+    out = kernels.convolution(*given[:2], causal=causal, onto=onto, key_mask=mask)
+    assert out.dtype == v.dtype and out.stride() == onto.stride()
+    exact = [x.detach().double().requires_grad_() for x in (v, weight.half(), onto)]
+    near = depthwise(hide(exact[0], mask), exact[1], causal).repeat_interleave(group, dim=1)
+    expected = exact[2] + near
+    assert relative_error(out, expected) < 1e-3
+    grads = torch.autograd.grad(out, given, d_out)
+    for x, y in zip(grads, torch.autograd.grad(expected, exact, d_out.double()), strict=True):
+        assert x.shape == y.shape and relative_error(x, y) < 1e-3
+    assert grads[2].equal(d_out)
+    if mask is not None:
+        assert not hide(grads[0], ~mask).any()
+
+
+def test_onto_alone_needs_no_launch(device, monkeypatch):
+    v, weight, d_out = made(20, 3, device=device)
+    onto = torch.randn_like(d_out).requires_grad_()
+    out = kernels.convolution(v.detach(), weight.detach(), onto=onto)
+    monkeypatch.setattr(kernels.taps.convolution, "_backward", None)
+    assert torch.autograd.grad(out, onto, d_out)[0].equal(d_out)
+
+
+@pytest.mark.parametrize("all_arguments", [False, True])
+def test_opcheck(all_arguments, device):
+    v, weight, onto = made(20, 3, device=device)
+    mask = torch.arange(20, device=device).expand(2, -1) < 15
+    more = (onto.requires_grad_(), mask) if all_arguments else ()
+    torch.library.opcheck(torch.ops.lln.convolution.default, (v, weight, 2, *more))
 
 
 @pytest.mark.parametrize(
@@ -89,9 +126,9 @@ def test_modules_take_the_kernel_where_it_fits(taps, width, dtype, device, monke
     v, weight, _ = made(100, taps, width, dtype, device=device)
     taken = []
 
-    def kernel(v, weight, *, causal):
+    def kernel(v, weight, **options):
         taken.append(v.shape)
-        return kernels.taps.convolution.convolution(v, weight, causal=causal)
+        return kernels.taps.convolution.convolution(v, weight, **options)
 
     monkeypatch.setattr(kernels, "convolution", kernel)
     got = convolve_tokens(v, weight)

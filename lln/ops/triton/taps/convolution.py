@@ -4,97 +4,162 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lln.ops.registration import register
-from lln.ops.triton.library import empty_rows, floats, on_device, rows_contiguous, strides
-from lln.ops.triton.taps.convolution_kernels import convolve_kernel, filter_gradient_kernel
+from lln.ops.triton.launching import Launch, Layout, layout, planned, row_strides, rows_of, steps
+from lln.ops.triton.library import (
+    contiguous_mask,
+    empty_rows,
+    floats,
+    mask_stride,
+    rows_contiguous,
+)
+from lln.ops.triton.taps.convolution_kernels import (
+    convolve_backward_kernel,
+    convolve_kernel,
+    filter_kernel,
+)
 from lln.ops.triton.tiles import padded, split, tile
+
+NOWHERE = (0, 0, 0, 0)  # strides of what is not there
+ENTRIES, TAPS_AT_ONCE = 1024, 8  # of the diagonals that a program adds in one step
 
 
 def convolution(
-    v: Float[Tensor, "B H N E"], weight: Float[Tensor, "H K"], *, causal: bool = False
+    v: Float[Tensor, "B Hkv N E"],
+    weight: Float[Tensor, "Hkv K"],
+    *,
+    causal: bool = False,
+    onto: Float[Tensor, "B H N E"] | None = None,
+    key_mask: Bool[Tensor, "B N"] | None = None,
 ) -> Float[Tensor, "B H N E"]:
     """v convolved over its tokens: see :func:`lln.ops.convolution.convolve_tokens`."""
-    return _convolution(v, weight, weight.shape[1] - 1 if causal else weight.shape[1] // 2)
+    before = weight.shape[1] - 1 if causal else weight.shape[1] // 2
+    return _convolution(v, weight, before, onto, key_mask)
 
 
-def _forward(v: Tensor, weight: Tensor, before: int) -> Tensor:
-    (b, heads, tokens, e), taps = v.shape, weight.shape[1]
-    out = empty_rows(v, e)
+def _forward(
+    v: Tensor, weight: Tensor, before: int, onto: Tensor | None = None,
+    key_mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     if v.numel() == 0:
-        return out
-    v, weight = rows_contiguous(v), weight.contiguous()
-    t = tile("convolution", e, e, v.dtype, v.device)
-    pieces, span = split(tokens, b * heads, t, v.device)
-    with on_device(v):
-        convolve_kernel[(pieces, b * heads)](
-            v, weight, out, *strides(v), *strides(out), weight.stride(0), heads, tokens, span,
-            E=e, BE=padded(e), TAPS=taps, BEFORE=before, ROWS=t.rows, HALO=padded(taps - 1),
-            num_warps=t.warps, num_stages=t.stages,
-        )  # fmt: skip
+        return _fake(v, weight, before, onto, key_mask)
+    v, weight, key_mask = rows_contiguous(v), weight.contiguous(), contiguous_mask(key_mask)
+    onto = None if onto is None else rows_contiguous(onto)
+    rows, launch = _forward_plan(
+        layout(v), weight.shape[1], before, None if onto is None else layout(onto),
+        mask_stride(key_mask),
+    )  # fmt: skip
+    out = v.new_empty_strided(*rows)
+    launch(v, weight, onto, key_mask, out)
     return out
 
 
-def _filter_gradient(dout: Tensor, v: Tensor, taps: int, before: int) -> Tensor:
-    b, heads, tokens, e = v.shape
-    dout, v = rows_contiguous(dout), rows_contiguous(v)
-    t = tile("convolution", e, e, v.dtype, v.device)
-    halo = padded(taps - 1)
-    pieces, span = split(tokens, b * heads, t, v.device)
-    parts = floats(v, b, heads, pieces, t.rows, t.rows + halo)
-    with on_device(v):
-        filter_gradient_kernel[(pieces, b * heads)](
-            v, dout, parts, *strides(v), *strides(dout), heads, tokens, span,
-            E=e, BE=padded(e), TAPS=taps, BEFORE=before, ROWS=t.rows, HALO=halo,
-            num_warps=t.warps, num_stages=t.stages,
-        )  # fmt: skip
-    # the sum along the diagonals t = column − row, which are places of the flattened matrix
-    rows = torch.arange(t.rows, device=v.device)
-    places = (rows[:, None] * (t.rows + halo + 1) + torch.arange(taps, device=v.device)).flatten()
-    total = parts.sum((0, 2)).flatten(1)
-    return total.index_select(1, places).unflatten(1, (t.rows, taps)).sum(1)
+@planned
+def _forward_plan(
+    v: Layout, taps: int, before: int, onto: Layout | None, mask: int | None
+) -> tuple[Any, Launch]:
+    (b, kv_heads, tokens, e), v_strides, dtype, device = v
+    out = rows_of(onto or v, e)
+    heads = out[0][1]
+    t = tile("convolution", e, e, dtype, device)
+    pieces, span = split(tokens, b * heads, t, device)
+    onto_strides = NOWHERE if onto is None else onto[1]
+    return out, Launch(
+        convolve_kernel, (pieces, b * heads),
+        (*row_strides(v_strides, onto_strides, out[1]), taps, mask or 0, heads, heads // kv_heads,
+         tokens, span),
+        E=e, BE=padded(e), TAPS=taps, BEFORE=before, ROWS=t.rows, HALO=padded(taps - 1),
+        num_warps=t.warps, num_stages=t.stages,
+    )  # fmt: skip
 
 
-def _fake(v: Tensor, weight: Tensor, before: int) -> Tensor:
-    return empty_rows(v, v.shape[-1])
+def _fake(
+    v: Tensor, weight: Tensor, before: int, onto: Tensor | None = None,
+    key_mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    return empty_rows(v if onto is None else onto, v.shape[-1])
 
 
 def _backward_impl(
-    dout: Tensor, v: Tensor, weight: Tensor, before: int, need_v: bool, need_weight: bool
-) -> tuple[Tensor, Tensor]:
+    dout: Tensor, v: Tensor, weight: Tensor, before: int, need_v: bool, need_weight: bool,
+    key_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dv, dweight = _backward_fake(dout, v, weight, before, need_v, need_weight, key_mask)
     if v.numel() == 0:
-        return torch.zeros_like(v), torch.zeros_like(weight)
-    taps = weight.shape[1]
-    dv = _forward(dout, weight.flip(1), taps - 1 - before) if need_v else v.new_empty(0)
-    if not need_weight:
-        return dv, weight.new_empty(0)
-    return dv, _filter_gradient(dout, v, taps, before).to(weight.dtype)
+        return dv.zero_(), dweight.zero_()
+    dout, v = rows_contiguous(dout), rows_contiguous(v)
+    weight, key_mask = weight.contiguous(), contiguous_mask(key_mask)
+    shape, launch, add = _backward_plan(
+        layout(v), layout(dout), dv.stride() if need_v else NOWHERE, weight.shape[1], before,
+        mask_stride(key_mask),
+    )  # fmt: skip
+    parts = floats(v, *shape) if need_weight else None
+    if need_v and parts is not None and not _at_once(v):
+        launch(dout, v, weight, key_mask, dv, None)
+        launch(dout, v, weight, key_mask, None, parts)
+    else:
+        launch(dout, v, weight, key_mask, dv if need_v else None, parts)
+    if parts is not None:
+        add(parts, dweight)
+    return dv, dweight
+
+
+def _at_once(v: Tensor) -> bool:
+    """Whether both gradients fit the registers; they share what they read."""
+    return v.dtype.itemsize == 2 and v.shape[-1] <= 128
+
+
+@planned
+def _backward_plan(
+    v: Layout, dout: Layout, dv: tuple[int, ...], taps: int, before: int, mask: int | None
+) -> tuple[tuple[int, ...], Launch, Launch]:
+    (b, heads, tokens, e), v_strides, dtype, device = v
+    t = tile("convolution", e, e, dtype, device)
+    halo = padded(taps - 1)
+    pieces, span = split(tokens, b * heads, t, device)
+    shape = b, heads, pieces, t.rows, t.rows + halo
+    launch = Launch(
+        convolve_backward_kernel, (pieces, b * heads),
+        (*row_strides(dout[1], v_strides, dv), taps, mask or 0, heads, tokens, span),
+        E=e, BE=padded(e), TAPS=taps, AFTER=taps - 1 - before, GROUP=dout[0][1] // heads,
+        ROWS=t.rows, HALO=halo, num_warps=t.warps, num_stages=t.stages,
+    )  # fmt: skip
+    add = Launch(
+        filter_kernel, (heads, steps(taps, TAPS_AT_ONCE)), (b, heads, pieces),
+        TAPS=taps, ROWS=t.rows, HALO=halo, MANY=ENTRIES // t.rows, BLOCK=TAPS_AT_ONCE, num_warps=8,
+    )  # fmt: skip
+    return shape, launch, add
 
 
 def _backward_fake(
-    dout: Tensor, v: Tensor, weight: Tensor, before: int, need_v: bool, need_weight: bool
-) -> tuple[Tensor, Tensor]:
-    dv = empty_rows(dout, v.shape[-1]) if need_v else v.new_empty(0)
-    return dv, torch.empty_like(weight) if need_weight else weight.new_empty(0)
+    dout: Tensor, v: Tensor, weight: Tensor, before: int, need_v: bool, need_weight: bool,
+    key_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dv = empty_rows(v, v.shape[-1]) if need_v else v.new_empty(0)
+    return dv, weight.new_empty(weight.shape if need_weight else (0,))
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
-    ctx.before = inputs[2]
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    v, weight, ctx.before, _, key_mask = (*inputs, None, None)[:5]  # torch leaves defaults out
+    ctx.save_for_backward(v, weight, key_mask)
 
 
-def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    need = ctx.needs_input_grad[:2]
-    found = _backward(dout, *ctx.saved_tensors, ctx.before, *need)
-    dv, dweight = (x if needed else None for x, needed in zip(found, need, strict=True))
-    return dv, dweight, None
+def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    v, weight, key_mask = ctx.saved_tensors
+    need_v, need_weight, _, *need_onto = ctx.needs_input_grad
+    dv, dweight = None, None
+    if need_v or need_weight:
+        dv, dweight = _backward(dout, v, weight, ctx.before, need_v, need_weight, key_mask)
+    dv, dweight = dv if need_v else None, dweight if need_weight else None
+    return dv, dweight, None, dout if any(need_onto) else None, None
 
 
 _convolution = register(
-    "convolution(Tensor v, Tensor weight, int before) -> Tensor",
+    "convolution(Tensor v, Tensor weight, int before, Tensor? onto=None, Tensor? key_mask=None) "
+    "-> Tensor",
     _forward,
     _fake,
     save=_save,
@@ -102,7 +167,7 @@ _convolution = register(
 )
 _backward = register(
     "convolution_backward(Tensor dout, Tensor v, Tensor weight, int before, bool need_v, "
-    "bool need_weight) -> (Tensor, Tensor)",
+    "bool need_weight, Tensor? key_mask=None) -> (Tensor, Tensor)",
     _backward_impl,
     _backward_fake,
 )
