@@ -16,7 +16,8 @@ from lln.nn import sharded
 from lln.nn.draw import Draw, keep_mask, kept_diagonals
 from lln.nn.feature_maps import LOG_FEATURES, FeatureMap, Unrotate, check_feature_map
 from lln.nn.levels import KeyCenter, Level
-from lln.nn.statistics import CAUSAL_NEEDS_STORED_STATISTICS, Matching, choose_statistics
+from lln.nn.matching import Matching
+from lln.nn.statistics import CAUSAL_NEEDS_STORED_STATISTICS, choose_statistics
 from lln.ops.arguments import autocast, check_mask, check_qkv, is_dtensor
 from lln.ops.bidirectional import bidirectional
 from lln.ops.causal import causal
@@ -375,10 +376,9 @@ class LLNAttention(nn.Module):
         if self.center is not None:
             center = self.center(k, key_mask, is_causal=is_causal)
             k = k - center
-        alpha, beta = (
-            x.to(dtype).expand(batch, -1)
-            for x in self._learned(*self.statistics(q, k, **masks, is_causal=ordered))
-        )
+        alpha, beta = self._learned(*self.statistics(q, k, **masks, is_causal=ordered))
+        if not self.statistics.per_sample:
+            alpha, beta = (x.to(dtype).expand(batch, -1) for x in (alpha, beta))
         far = None if self.features is None else self.features(q, k, unrotate)
         gamma = None
         if self.level is not None:

@@ -7,20 +7,16 @@ batch they are averaged with the number of valid tokens as weight, so padding co
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lln import moments
-from lln.moments.calibration import check_target, match_heads
-from lln.moments.slots import slot_factor
 from lln.nn import averages
-from lln.nn.feature_maps import FAMILY, LOG_FEATURES
+from lln.nn.feature_maps import LOG_FEATURES
+from lln.nn.matching import Matching
 from lln.nn.stored import keeping_precision
 
 KINDS = ("sample", "running", "fixed")
@@ -41,102 +37,6 @@ NOTHING_STORED = (
 )
 
 
-@dataclass(frozen=True)
-class Matching:
-    """The heads and the options of moment matching that the three kinds share."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    method: str | moments.MomentFit = "paper"
-    target: str = "product"
-    normalize_keys: bool = False
-    impl: str | None = None
-    feature_map: str = "identity"
-    slots: int = 0
-    sharpness: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.sharpness < math.inf:
-            raise ValueError(
-                f"sharpness={self.sharpness} must be positive; 1 is the match, less is flatter"
-            )
-        check_target(self.target)
-        # An unknown method fails here, and a tabulated one is tabulated before the first batch.
-        moments.match_moments(
-            1.0, 1.0, self.head_dim, method=self.method, normalize_keys=self.normalize_keys
-        )
-
-    def scales(self, variances: Float[Tensor, "R Hkv"]) -> tuple[Tensor, Tensor]:
-        """α ``[H]`` and β ``[Hkv]`` from the rows σ_q², σ_k² (and the variance of the scores)."""
-        deviations = variances[:2].sqrt()
-        measured = variances[2] if self.target == "measured" else None
-        return self.match(deviations[0], deviations[1], measured)
-
-    def match(
-        self,
-        sigma_q: Float[Tensor, "*B Hkv"],
-        sigma_k: Float[Tensor, "*B Hkv"],
-        score_variance: Float[Tensor, "*B Hkv"] | None,
-    ) -> tuple[Float[Tensor, "*B H"], Float[Tensor, "*B Hkv"]]:
-        """α and β for the feature map in use, with ``sharpness``."""
-        alpha, beta = match_heads(
-            sigma_q,
-            sigma_k,
-            self.num_heads,
-            self.head_dim,
-            method=self.method,
-            normalize_keys=self.normalize_keys,
-            score_variance=score_variance,
-            impl=self.impl,
-        )
-        factor: Any = self.sharpness
-        if self.method == "entropy" and self.feature_map != "identity":
-            variance = (sigma_q * sigma_k) ** 2 if score_variance is None else score_variance
-            size = self.head_dim, self.slots
-            factor = factor * slot_factor(FAMILY[self.feature_map], *size, variance)
-        if not isinstance(factor, Tensor):
-            return (alpha, beta) if factor == 1 else (alpha * factor, beta * factor)
-        factor = factor.to(alpha)
-        group = self.num_heads // self.num_kv_heads
-        return alpha * factor.repeat_interleave(group, dim=-1), beta * factor
-
-    @torch.no_grad()
-    def pooled_variances(
-        self,
-        q: Float[Tensor, "B H N D"],
-        k: Float[Tensor, "B Hkv M D"],
-        *,
-        key_mask: Bool[Tensor, "B M"] | None,
-        query_mask: Bool[Tensor, "B N"] | None,
-    ) -> Float[Tensor, "R Hkv"]:
-        """The rows that :meth:`scales` reads, averaged over samples; NaN without a valid token."""
-        sigma_q, sigma_k = moments.standard_deviations(
-            q, k, key_mask=key_mask, query_mask=query_mask, impl=self.impl
-        )
-        queries = _valid_tokens(query_mask, q)
-        rows = [
-            _weighted_mean(sigma_q.square(), queries),
-            _weighted_mean(sigma_k.square(), _valid_tokens(key_mask, k)),
-        ]
-        if self.target == "measured":
-            variance = moments.score_variance(q, k, key_mask=key_mask, query_mask=query_mask)
-            rows.append(_weighted_mean(variance, queries))
-        return torch.stack(rows)
-
-
-def _valid_tokens(mask: Tensor | None, x: Tensor) -> Float[Tensor, "B 1"]:
-    if mask is None:
-        return x.new_full((x.shape[0], 1), x.shape[2], dtype=torch.float32)
-    return mask.sum(-1, keepdim=True, dtype=torch.float32)
-
-
-def _weighted_mean(variance: Float[Tensor, "B Hkv"], tokens: Float[Tensor, "B 1"]) -> Tensor:
-    """Mean over samples weighted by their valid tokens; a sample without any is skipped."""
-    total = torch.where(tokens > 0, variance * tokens, 0).sum(0)
-    return total / tokens.sum()
-
-
 class Statistics(nn.Module):
     """Base of the three kinds: keeps its buffers out of half precision."""
 
@@ -155,6 +55,9 @@ class Statistics(nn.Module):
     ) -> tuple[Float[Tensor, "#B H"], Float[Tensor, "#B Hkv"]]:
         """α and β for these queries and keys, without gradient; not from them if causal."""
         raise NotImplementedError
+
+    #: Whether :meth:`forward` gives every sample its own α and β, in the dtype of the sums.
+    per_sample = False
 
     @property
     def measures(self) -> bool:
@@ -199,6 +102,8 @@ class Statistics(nn.Module):
 class SampleStatistics(Statistics):
     """α and β measured from each sample: nothing is stored, bidirectional attention only."""
 
+    per_sample = True
+
     @property
     def measures(self) -> bool:
         return True
@@ -206,12 +111,7 @@ class SampleStatistics(Statistics):
     def forward(self, q, k, *, key_mask=None, query_mask=None, is_causal=False):
         if is_causal:
             raise ValueError(CAUSAL_NEEDS_STORED_STATISTICS)
-        masks: dict[str, Any] = {"key_mask": key_mask, "query_mask": query_mask}
-        deviations = moments.standard_deviations(q, k, **masks, impl=self.matching.impl)
-        measured = None
-        if self.matching.target == "measured":
-            measured = moments.score_variance(q, k, **masks)
-        return self.matching.match(*deviations, measured)
+        return self.matching.measure(q, k, {"key_mask": key_mask, "query_mask": query_mask})
 
 
 class RunningStatistics(Statistics):
