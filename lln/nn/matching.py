@@ -69,8 +69,8 @@ class Matching:
             return self._sharpened(alpha, beta)
         variance = (sigma_q * sigma_k) ** 2 if score_variance is None else score_variance
         size = self.head_dim, self.slots
-        factor = self.sharpness * slot_factor(FAMILY[self.feature_map], *size, variance)
-        factor = factor.to(alpha)
+        found: Any = slot_factor(FAMILY[self.feature_map], *size, variance)
+        factor = (self.sharpness * found).to(alpha)
         group = self.num_heads // self.num_kv_heads
         return alpha * factor.repeat_interleave(group, dim=-1), beta * factor
 

@@ -14,6 +14,7 @@ the autograd layer of torch.library cost more than the launches of a training st
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,13 +43,14 @@ def register(
 
     Args:
         schema: Name, arguments and results, as torch.library writes them.
-        compute, shapes: The operator itself, and one that gives empty results for tracing.
+        compute, shapes: The operator itself, and one that gives empty results for tracing. A result
+            of several that nobody asked for may be None, and is an empty float32 tensor to torch.
         save, differentiate: The halves of the gradient, as for ``torch.library.register_autograd``.
         batched: All tensors begin with the batch, so that vmap may join its samples to it.
     """
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, _only_tensors(compute), "CompositeExplicitAutograd")
     torch.library.register_fake(f"lln::{name}", shapes, lib=_LIBRARY)
     op = getattr(torch.ops.lln, name).default
     if batched:
@@ -60,6 +62,20 @@ def register(
         transformable = _transformable(op, save, backward)
         gradient = _function(name, compute, save, backward)
     return _caller(op, transformable, _direct(op, compute, gradient), argument_types(op))
+
+
+def _only_tensors(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """``compute`` as torch.library knows it, which has no results that are None."""
+
+    def computed(*args: Any) -> Any:
+        found = compute(*args)
+        if not isinstance(found, tuple) or all(x is not None for x in found):
+            return found
+        first = next(x for x in args if isinstance(x, Tensor))
+        empty = functools.partial(first.new_empty, 0, dtype=torch.float32)
+        return tuple(empty() if x is None else x for x in found)
+
+    return computed
 
 
 def without_autocast(compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,7 +141,9 @@ def _function(
         return out
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(name, (torch.autograd.Function,), methods).apply  # pyright: ignore[reportAttributeAccessIssue]
+    function = type(name, (torch.autograd.Function,), methods)
+    # Function.apply itself looks for torch.func and its wrappers first, which are not here
+    return super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _has_tangent(x: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
+from torch._C import DispatchKey, DispatchKeySet, _dispatch_keys
 
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})  # of other classes anything may be redefined
 _TYPES: dict[str, frozenset[type]] = {
@@ -55,10 +55,11 @@ def unwatched(args: tuple[Any, ...], types: tuple[frozenset[type], ...]) -> bool
         return False
     if torch._C._is_torch_function_mode_enabled() or len(args) != len(types):
         return False
+    brought = 0
     for x, known in zip(args, types, strict=True):
         kind = type(x)
         if kind not in known:
             return False
-        if kind in _TENSORS and torch._C._dispatch_keys(x).raw_repr() & ~_ORDINARY:
-            return False
-    return True
+        if kind in _TENSORS:
+            brought |= _dispatch_keys(x).raw_repr()
+    return not brought & ~_ORDINARY

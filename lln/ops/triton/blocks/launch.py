@@ -83,8 +83,8 @@ def diag_backward(
     parts: Tensor | None = None, normalize_keys: bool = False, linear: bool,
     slopes: tuple[bool, bool, bool] = (False, False, False),
     add_to: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """(dq, dk, dv, dalpha, dbeta, dmix); slopes that are not asked for are empty.
+) -> tuple[Any, ...]:  # fmt: skip
+    """(dq, dk, dv, dalpha, dbeta, dmix); slopes that are not asked for are None.
 
     ``add_to`` = dq, dk, dv of half the linear branch, to which half the other one is added.
     """
@@ -109,9 +109,10 @@ def diag_backward(
         q, k, v, dout, lse, key_mask, alpha, beta, mix, *(state or (None, None, None)), parts,
         dq, dk, dv, *sums,
     )  # fmt: skip
-    dalpha, dbeta, dmix = (x if x is None else x.sum(-1) for x in sums)
-    found = dalpha, dbeta, dmix if dmix is None else dmix.sum(0)
-    return dq, dk, dv, *(floats(q, 0) if x is None else x for x in found)
+    dalpha, dbeta, dmix = (
+        x if x is None else x.sum(over) for x, over in zip(sums, (-1, -1, (0, -1)), strict=True)
+    )
+    return dq, dk, dv, dalpha, dbeta, dmix
 
 
 @planned

@@ -98,7 +98,7 @@ def _train_fake(q, k, v, *rest) -> tuple[Tensor, ...]:
 def _backward_impl(
     dout, q, k, v, alpha, beta, mix, key_mask, lse, log_mass, mean, norm, block, scale,
     normalize_keys, need_alpha, need_beta, need_mix,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     if q.numel() == 0 or v.numel() == 0:
         gradients = _backward_fake(
             dout, q, k, v, alpha, beta, mix, key_mask, lse, log_mass, mean, norm, block, scale,
@@ -125,7 +125,7 @@ def _backward_impl(
 def _one_branch_after_the_other(
     dout, q, k, v, alpha, beta, key_mask, lse, state, block, scale, normalize_keys, need_alpha,
     need_beta,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients of wide heads: both branches at once would not fit the registers."""
     dq, parts, dalpha = launch.read_backward(
         dout, q, alpha, lse, state.log_mass, state.mean, need_alpha=need_alpha, share=0.5
@@ -139,7 +139,7 @@ def _one_branch_after_the_other(
         dout, q, k, v, key_mask, local_lse, block=block, scale=scale, linear=False,
         add_to=(dq, dk, dv),
     )  # fmt: skip
-    return dq, dk, dv, *(lse.new_empty(0) if x is None else x for x in (dalpha, dbeta, None))
+    return dq, dk, dv, dalpha, dbeta, None
 
 
 def _backward_fake(

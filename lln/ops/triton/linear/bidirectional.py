@@ -82,7 +82,7 @@ def _train_fake(q, k, v, alpha, beta, key_mask, normalize_keys) -> tuple[Tensor,
 def _backward_impl(
     dout, q, k, v, alpha, beta, key_mask, lse, log_mass, mean, norm, normalize_keys, need_alpha,
     need_beta,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     if _nothing(q, k, v):
         gradients = _backward_fake(
             dout, q, k, v, alpha, beta, key_mask, lse, log_mass, mean, norm, normalize_keys,
@@ -97,11 +97,7 @@ def _backward_impl(
         parts, k, v, beta, key_mask, norm,
         normalize_keys=normalize_keys, need_beta=need_beta,
     )  # fmt: skip
-    unneeded = lse.new_empty
-    return (
-        dq, dk, dv,
-        unneeded(0) if dalpha is None else dalpha, unneeded(0) if dbeta is None else dbeta,
-    )  # fmt: skip
+    return dq, dk, dv, dalpha, dbeta
 
 
 def _backward_fake(

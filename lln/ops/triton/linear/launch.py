@@ -157,20 +157,20 @@ def read_backward(
     dout: Tensor, q: Tensor, alpha: Tensor, lse: Tensor, log_mass: Tensor, mean: Tensor,
     *, need_alpha: bool = False, natural: bool = False, parts_only: bool = False,
     mix: Tensor | None = None, share: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(dq, parts [B·Hkv, count, D·E + D] of (dM, g), dalpha or None); ``parts_only`` skips dq."""
+) -> tuple[Any, Tensor, Tensor | None]:  # fmt: skip
+    """(dq, parts [B·Hkv, count, D·E + D] of (dM, g), dalpha or None).
+
+    ``parts_only``: dq is None, too.
+    """
     dout = rows_contiguous(dout)
     rows, parts_shape, slopes_shape, launch = _read_backward_plan(
         layout(q), dout.stride(), mean.shape, alpha.stride(), lse.stride(), parts_only, natural,
         share,
     )  # fmt: skip
-    dq = q.new_empty_strided(*rows)
+    dq = None if parts_only else q.new_empty_strided(*rows)
     parts = floats(q, *parts_shape)
     slopes = floats(q, *slopes_shape) if need_alpha else None
-    launch(
-        q, dout, lse, alpha, mix, log_mass, mean, None if parts_only else dq, parts, slopes,
-        None, None,
-    )  # fmt: skip
+    launch(q, dout, lse, alpha, mix, log_mass, mean, dq, parts, slopes, None, None)
     return dq, parts, None if slopes is None else slopes.sum(-1)
 
 

@@ -55,7 +55,7 @@ def _summarize_fake(k, v, beta, key_mask, normalize_keys) -> tuple[Tensor, ...]:
 
 def _summarize_backward_impl(
     d_log_mass, d_mean, k, v, beta, key_mask, log_mass, mean, norm, normalize_keys, need_beta
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     if k.numel() == 0 or v.numel() == 0:
         return torch.zeros_like(k), torch.zeros_like(v), mean.new_zeros(beta.shape)
     k, v, key_mask = rows_contiguous(k), rows_contiguous(v), contiguous_mask(key_mask)
@@ -65,7 +65,7 @@ def _summarize_backward_impl(
         parts, k, v, beta, key_mask, norm,
         normalize_keys=normalize_keys, need_beta=need_beta,
     )  # fmt: skip
-    return dk, dv, mean.new_empty(0) if dbeta is None else dbeta
+    return dk, dv, dbeta
 
 
 def _summarize_backward_fake(
@@ -110,7 +110,7 @@ def _read_fake(q, log_mass, mean, alpha) -> tuple[Tensor, Tensor]:
 
 def _read_backward_impl(
     dout, q, log_mass, mean, alpha, lse, need_alpha
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     if q.numel() == 0 or mean.numel() == 0:
         zeros = torch.zeros_like
         return zeros(q), zeros(log_mass), zeros(mean), lse.new_zeros(alpha.shape)
@@ -122,7 +122,7 @@ def _read_backward_impl(
     total = launch.merge_gradients(parts)
     d_mean = total[:, 0, : d * e].reshape(mean.shape)
     d_log_mass = (d_mean * mean).sum(-1) + total[:, 0, d * e :].reshape(log_mass.shape)
-    return dq, d_log_mass, d_mean.clone(), lse.new_empty(0) if dalpha is None else dalpha
+    return dq, d_log_mass, d_mean.clone(), dalpha
 
 
 def _read_backward_fake(

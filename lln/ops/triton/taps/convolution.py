@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -87,15 +88,16 @@ def _backward_impl(
     dout: Tensor, v: Tensor, weight: Tensor, before: int, need_v: bool, need_weight: bool,
     key_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dv, dweight = _backward_fake(dout, v, weight, before, need_v, need_weight, key_mask)
     if v.numel() == 0:
-        return dv.zero_(), dweight.zero_()
+        found = _backward_fake(dout, v, weight, before, need_v, need_weight, key_mask)
+        return found[0].zero_(), found[1].zero_()
     dout, v = rows_contiguous(dout), rows_contiguous(v)
     weight, key_mask = weight.contiguous(), contiguous_mask(key_mask)
-    shape, launch, add = _backward_plan(
-        layout(v), layout(dout), dv.stride() if need_v else NOWHERE, weight.shape[1], before,
-        mask_stride(key_mask),
-    )  # fmt: skip
+    rows, shape, launch, add = _backward_plan(
+        layout(v), layout(dout), weight.shape[1], before, mask_stride(key_mask)
+    )
+    dv = v.new_empty_strided(*rows) if need_v else v.new_empty(0)
+    dweight = torch.empty_like(weight) if need_weight else weight.new_empty(0)
     parts = floats(v, *shape) if need_weight else None
     if need_v and parts is not None and not _at_once(v):
         launch(dout, v, weight, key_mask, dv, None)
@@ -114,16 +116,17 @@ def _at_once(v: Tensor) -> bool:
 
 @planned
 def _backward_plan(
-    v: Layout, dout: Layout, dv: tuple[int, ...], taps: int, before: int, mask: int | None
-) -> tuple[tuple[int, ...], Launch, Launch]:
+    v: Layout, dout: Layout, taps: int, before: int, mask: int | None
+) -> tuple[Any, tuple[int, ...], Launch, Launch]:
     (b, heads, tokens, e), v_strides, dtype, device = v
+    dv = rows_of(v, e)
     t = tile("convolution", e, e, dtype, device)
     halo = padded(taps - 1)
     pieces, span = split(tokens, b * heads, t, device)
     shape = b, heads, pieces, t.rows, t.rows + halo
     launch = Launch(
         convolve_backward_kernel, (pieces, b * heads),
-        (*row_strides(dout[1], v_strides, dv), taps, mask or 0, heads, tokens, span),
+        (*row_strides(dout[1], v_strides, dv[1]), taps, mask or 0, heads, tokens, span),
         E=e, BE=padded(e), TAPS=taps, AFTER=taps - 1 - before, GROUP=dout[0][1] // heads,
         ROWS=t.rows, HALO=halo, num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
@@ -131,7 +134,7 @@ def _backward_plan(
         filter_kernel, (heads, steps(taps, TAPS_AT_ONCE)), (b, heads, pieces),
         TAPS=taps, ROWS=t.rows, HALO=halo, MANY=ENTRIES // t.rows, BLOCK=TAPS_AT_ONCE, num_warps=8,
     )  # fmt: skip
-    return shape, launch, add
+    return dv, shape, launch, add
 
 
 def _backward_fake(

@@ -82,7 +82,7 @@ def _forward_fake(
 def _backward_impl(
     dout, q, k, v, alpha, beta, log_mass, mean, key_mask, lse, before, normalize_keys, need_alpha,
     need_beta, need_state,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     if q.numel() == 0 or v.numel() == 0:
         gradients = _backward_fake(
             dout, q, k, v, alpha, beta, log_mass, mean, key_mask, lse, before, normalize_keys,
@@ -96,8 +96,7 @@ def _backward_impl(
         need_alpha=need_alpha, need_beta=need_beta, need_state=need_state,
     )  # fmt: skip
     state = _state_gradients(found.start, given) if need_state else (None, None)
-    optional = (found.dalpha, found.dbeta, *state)
-    return found.dq, found.dk, found.dv, *(lse.new_empty(0) if x is None else x for x in optional)
+    return found.dq, found.dk, found.dv, found.dalpha, found.dbeta, *state
 
 
 def _state_gradients(start: Tensor | None, given: launch.Given) -> tuple[Tensor, Tensor]:
