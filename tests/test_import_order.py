@@ -111,6 +111,7 @@ EXTRAS_AT_THE_TOP = {
     "study/bench/gpu.py": {"rich"},
     "study/bench/monitor.py": {"rich"},
     "study/bench/serving.py": {"rich"},
+    "study/bench/terminal.py": {"rich"},
     "study/bench/zoo.py": {"rich"},
     "study/bench/kernels/first.py": {"rich"},
     "study/bench/kernels/resources.py": {"rich"},

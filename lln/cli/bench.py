@@ -44,8 +44,10 @@ def bench(
 def bench_gpu(
     out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
     quick: Annotated[bool, typer.Option("--quick", help="Two lengths only.")] = False,
+    op: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Stop after; what the targets are about comes first.")
+        float | None,
+        typer.Option(help="Stop after, compiling included; what the targets are about is first."),
     ] = None,
 ) -> None:
     """Measure the kernels on a CUDA device.
@@ -57,7 +59,10 @@ def bench_gpu(
     """
     from lln.study.bench.gpu import run
 
-    run(out, quick=quick, minutes=minutes)
+    try:
+        run(out, quick=quick, ops=op, minutes=minutes)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 @bench_app.command("resources")

@@ -22,7 +22,7 @@ def processes(count: int) -> Iterator[Submit]:
     executor = ProcessPoolExecutor(count, mp_context=get_context("spawn"))
 
     def submit(function: Callable, *arguments: object) -> Future:
-        with _main_left_out():
+        with main_left_out():
             return executor.submit(function, *arguments)
 
     try:
@@ -34,7 +34,7 @@ def processes(count: int) -> Iterator[Submit]:
 
 
 @contextmanager
-def _main_left_out() -> Iterator[None]:
+def main_left_out() -> Iterator[None]:
     """Processes started here do not import the caller's script, which need not expect that."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")

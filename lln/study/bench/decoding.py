@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,6 @@ from torch import Tensor
 from lln.functional import prefill
 from lln.ops import reference
 from lln.ops.state import summarize
-from lln.study.bench import sweep
 from lln.study.bench.cases import ALPHA, Case
 from lln.study.bench.check import ALLOWED, CheckFailed
 
@@ -69,12 +68,12 @@ def build(case: Case, *, seed: int = 0) -> Step:
 
 
 def check(case: Case) -> None:
-    """Compare a step with the float64 definition at a small size.
+    """Compare a step with the float64 definition, after few keys.
 
     Raises:
         CheckFailed: It computes something else.
     """
-    made = build(case, seed=1)
+    made = build(replace(case, N=CHECKED, B=2, H=2), seed=1)
     q, k, v = made.query.double(), made.keys.double(), made.values.double()
     if case.impl == SOFTMAX:
         exact = torch.softmax(q @ k.transpose(-1, -2) / case.D**0.5, dim=-1) @ v
@@ -94,25 +93,3 @@ def decode_cases(device: str = "cuda") -> list[Case]:
         for context in CONTEXTS
         for impl in (OURS, SOFTMAX)
     ]
-
-
-def rows(
-    cases: Sequence[Case],
-    timers: Mapping[str, Callable[[Callable[[], object]], list[float]]],
-    bandwidth: float,
-    watch: Callable[[str], None] = lambda _: None,
-) -> Iterator[sweep.Row]:
-    """A row per case and launch, after a check; ``timers`` give milliseconds at three quantiles."""
-    for impl in dict.fromkeys(case.impl for case in cases):
-        device = cases[0].device
-        check(Case("decode", impl, N=CHECKED, B=2, H=2, dtype=cases[0].dtype, device=device))
-    for case in cases:
-        watch(f"{case.name} B={case.B}")
-        made = build(case)
-        for launch, timer in timers.items():
-            p20, p50, p80 = (round(ms, 5) for ms in timer(made.run))
-            yield {
-                **case.row(), "launch": launch, "ms_p20": p20, "ms_p50": p50, "ms_p80": p80,
-                "peak_mb": None, "floor_share": round(made.moved / (p50 * 1e-3 * bandwidth), 4),
-                "error": "",
-            }  # fmt: skip

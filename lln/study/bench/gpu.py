@@ -1,20 +1,15 @@
 """``lln bench gpu``: time and share of the memory-bandwidth floor on a CUDA device, in one run.
 
-What is measured stands in :mod:`lln.study.bench.shapes`; floors are taken with the copy bandwidth
-of the same run.
+What is measured stands in :mod:`lln.study.bench.shapes`, by which processes in
+:mod:`lln.study.bench.apart.session`; floors are taken with the copy bandwidth of the same run.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import gc
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from multiprocessing import TimeoutError, get_context
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,133 +17,29 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lln.device.capture import captured
 from lln.records import files, machine
-from lln.study.bench import decoding, peers, step, sweep
-from lln.study.bench.cases import ALPHA, OPTIONS, TRAINING, Case, call, inputs
-from lln.study.bench.check import LENGTH, check
+from lln.study.bench import peers, sweep
+from lln.study.bench.apart.compiling import MOST_SECONDS, compile_ahead
+from lln.study.bench.apart.session import Session
+from lln.study.bench.cases import ALPHA, OPTIONS, TRAINING
 from lln.study.bench.shapes import (
-    BASE,
     EAGER,
     GRAPH,
-    HOST,
     LAUNCHES,
     SERIES,
     TOKENS,
-    Timed,
-    floor_share,
     gpu_cases,
 )
-from lln.study.bench.timing import quantiles
+from lln.study.bench.terminal import wide_console
 from lln.study.plots.lines import Axis, Series, line_plot
 
 MINE = ("triton", "mixed", "recommended")  # the last in a step of training
 RIVALS = ("cudnn", "flash", "sdpa", "torch", "eager", *peers.OPS)
-CALLS = {GRAPH: 1, SERIES: 10}
-HOST_CALLS = 100  # that the time of the host is taken from
-QUANTILES = (0.2, 0.5, 0.8)
-CONFIGURATION = f"seed=0 alpha=beta={ALPHA:g} repeat_ms=60, cache cleared before every call"
-MOST_PROCESSES, MOST_SECONDS = 12, 75  # that compile at once, and how long they are waited for
-
-
-def compile_ahead(cases: Sequence[Case], processes: int) -> None:
-    """Run every case once in several processes: compiling takes most of a first run.
-
-    What they compile lies in Triton's cache. What cannot run is left to :func:`measure`, which says
-    why.
-    """
-    ours = dict.fromkeys(case for case in cases if case.impl in ("triton", "mixed"))
-    small = dict.fromkeys(replace(case, N=LENGTH, H=2, B=2) for case in ours)
-    in_processes(_run_once, [*small, *ours], processes, MOST_SECONDS)
-
-
-def in_processes(
-    work: Callable[[Sequence[Any]], None], items: Sequence[Any], processes: int, seconds: float
-) -> None:
-    """Call ``work`` on equal shares of ``items``, for as long as ``seconds``."""
-    groups = [group for i in range(processes) if (group := items[i::processes])]
-    with get_context("spawn").Pool(max(1, len(groups))) as pool, contextlib.suppress(TimeoutError):
-        pool.map_async(work, groups).get(seconds)  # a process that dies never answers
-
-
-def _run_once(cases: Sequence[Case]) -> None:
-    for case in cases:
-        with contextlib.suppress(Exception):
-            call(case, inputs(case))()
-
-
-def copy_bandwidth(gigabytes: float = 2.0) -> float:
-    """Bytes read and written per second by a device-to-device copy."""
-    source = torch.empty(int(gigabytes * 2**30), dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    milliseconds = time_gpu(lambda: target.copy_(source))[1]
-    return 2 * source.numel() / (milliseconds * 1e-3)
-
-
-def time_gpu(run: Callable[[], object], *, budget_ms: int = 60) -> list[float]:
-    """Milliseconds at 20, 50 and 80 %, by CUDA events, the cache cleared before every call."""
-    from triton.testing import do_bench
-
-    times = do_bench(run, warmup=15, rep=budget_ms, quantiles=list(QUANTILES))
-    assert isinstance(times, list)
-    return times
-
-
-def time_host(run: Callable[[], object]) -> list[float]:
-    """Milliseconds that Python takes to launch a call, the device idle before each."""
-    seconds = []
-    for _ in range(HOST_CALLS):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - started)
-    torch.cuda.synchronize()
-    found = quantiles(seconds)
-    return [found.ms_p20, found.ms_p50, found.ms_p80]
-
-
-def time_launch(run: Callable[[], object], launch: str) -> list[float]:
-    """:func:`time_gpu` of one call, launched as :class:`lln.study.bench.shapes.Timed` says."""
-    if launch == HOST:
-        return time_host(run)
-    if launch == EAGER:
-        return time_gpu(run)
-    return [ms / CALLS[launch] for ms in time_gpu(captured(run, CALLS[launch]))]
-
-
-def peak_megabytes(run: Callable[[], object]) -> float:
-    """Memory allocated at the peak of a call beyond what was there before."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
-def measure(
-    cases: Sequence[Timed], bandwidth: float, watch: Callable[[str], None]
-) -> Iterator[sweep.Row]:
-    """A finished row per case; what cannot run gives a row that says why."""
-    facts = {**machine.facts("cuda"), "configuration": CONFIGURATION}
-    for timed in cases:
-        case = timed.case
-        watch(f"{case.name} B={case.B} {timed.launch}")
-        row: sweep.Row = {**case.row(), "launch": timed.launch}
-        try:
-            tensors = inputs(case)
-            run = call(case, tensors)
-            peak = peak_megabytes(run)
-            times = time_launch(run, timed.launch)
-            p20, p50, p80 = (round(value, 5) for value in times)
-            row |= {"ms_p20": p20, "ms_p50": p50, "ms_p80": p80, "peak_mb": round(peak, 1)}
-            share = None if timed.launch == HOST else floor_share(case, p50, bandwidth)
-            row |= {"floor_share": share, "error": ""}
-        except Exception as error:  # a row that says why, not a lost run
-            missing = dict.fromkeys(("ms_p20", "ms_p50", "ms_p80", "peak_mb", "floor_share"))
-            row |= {**missing, "error": str(error).splitlines()[0][:200]}
-            torch.cuda.synchronize()
-        yield {**row, "copy_tb_s": round(bandwidth / 1e12, 3), **facts}
+CONFIGURATION = (
+    f"seed=0 alpha=beta={ALPHA:g} repeat_ms=60, cache cleared before every call; graphs, calls "
+    "from Python, other libraries and training steps in a fresh process each"
+)
+COMPILING = 1 / 3  # of the minutes, at most
 
 
 def ratios(rows: Sequence[sweep.Row]) -> list[sweep.Row]:
@@ -229,35 +120,51 @@ def run(
     folder: Path,
     *,
     quick: bool = False,
+    ops: Sequence[str] | None = None,
     minutes: float | None = None,
     console: Console | None = None,
 ) -> list[Path]:
     """Check, measure, and write ``gpu_hardware_date`` as .json, .csv and two .svg.
 
-    After ``minutes`` the cases that are left are named and left out.
+    Args:
+        ops: Only these.
+        minutes: From now on, compiling included; the cases that are left then are left out.
+
+    Raises:
+        ValueError: An unknown op.
+        CheckFailed: An implementation of ours is wrong; rows of the others are kept.
     """
-    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    console = console or Console()
+    started = time.monotonic()
+    seconds = math.inf if minutes is None else 60 * minutes
+    cases = gpu_cases(quick=quick, ops=ops)
+    console = console or wide_console()
     if not torch.cuda.is_available():
         console.print("no CUDA device: `lln bench` measures on the CPU")
         raise SystemExit(1)
-    gc.freeze()  # every capture collects garbage: what is here by now is none
-    cases = gpu_cases(quick=quick)
-    console.print("compiling")
-    compile_ahead([timed.case for timed in cases], min(MOST_PROCESSES, os.cpu_count() or 1))
-    bandwidth = copy_bandwidth()
-    console.print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
-    cases = _agreeing(cases, console)
-    rows = list(_extra(bandwidth, lambda name: console.print(name, highlight=False), quick=quick))
-    few = len(rows)
-    for row in measure(cases, bandwidth, lambda name: console.print(name, highlight=False)):
-        rows.append(row)
-        if len(rows) % 20 == 0:
+
+    def say(text: str) -> None:
+        console.print(f"{time.monotonic() - started:5.1f} s  {text}", highlight=False, markup=False)
+
+    say(f"compiling for {len(cases)} cases")
+    compile_ahead([t.case for t in cases], seconds=min(MOST_SECONDS, COMPILING * seconds))
+    facts = {**machine.facts("cuda"), "configuration": configuration()}
+    rows: list[sweep.Row] = []
+    with Session(cases, say) as session:
+        bandwidth = session.bandwidth()
+        say(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
+        facts = {"copy_tb_s": round(bandwidth / 1e12, 3), **facts}
+        try:
+            for row in session.rows(bandwidth):
+                rows.append({**row, **facts})
+                if len(rows) % 20 == 0:
+                    _save(rows, folder)
+                if time.monotonic() - started > seconds:
+                    left = len(cases) - len(rows)
+                    say(f"{minutes:g} minutes are over, {left} cases are not measured")
+                    break
+        finally:
             _save(rows, folder)
-        if time.monotonic() > end:
-            left = cases[len(rows) - few :]
-            console.print(f"{minutes:g} minutes are over, {len(left)} cases are not measured")
-            break
+        say(f"{session.checked} implementations agree with the float64 definition")
     console.print(table(rows))
     written = [_save(rows, folder)]
     written.append(files.write_text(written[0].with_suffix(".csv"), sweep.as_csv(rows)))
@@ -269,57 +176,17 @@ def run(
     return written
 
 
+def configuration() -> str:
+    """How rows were measured, with what the environment asked for."""
+    asked = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("LLN_DIRECT")}
+    return "; ".join([CONFIGURATION, *(f"{name}={value}" for name, value in asked.items())])
+
+
 def _save(rows: Sequence[sweep.Row], folder: Path) -> Path:
     """Write rows and ratios so far, again and again: a run that is cut keeps what it measured."""
     content: dict[str, list[Any]] = {"ratios": ratios(rows)}
     content |= {"measuring": added_by_measuring(rows), "rows": list(rows)}
     return sweep.save_json(content, folder, subject="gpu", device="cuda")
-
-
-def _agreeing(cases: Sequence[Timed], console: Console) -> list[Timed]:
-    """The cases, checked: one of ours that is off ends the run, another library is left out."""
-    checked = check(timed.case for timed in cases if timed.case.impl not in peers.OPS)
-    console.print(f"{checked} implementations agree with the float64 definition")
-    left = list(cases)
-    for impl in dict.fromkeys(t.case.impl for t in cases if t.case.impl in peers.OPS):
-        try:
-            check(timed.case for timed in cases if timed.case.impl == impl)
-        except Exception as error:  # it is not ours to fix
-            console.print(f"{impl} is left out: {error}", markup=False)
-            left = [timed for timed in left if timed.case.impl != impl]
-    return left
-
-
-def _extra(bandwidth: float, watch: Callable[[str], None], *, quick: bool) -> Iterator[sweep.Row]:
-    """What is not an attention call: the statistics, steps of decoding, a step of training."""
-    facts = {"copy_tb_s": round(bandwidth / 1e12, 3), **machine.facts("cuda")}
-    facts["configuration"] = CONFIGURATION
-    for launch in (GRAPH, SERIES):
-        yield {**_statistics_row(launch, bandwidth), **facts}
-    timers: dict[str, Callable[..., list[float]]] = {
-        launch: functools.partial(time_launch, launch=launch) for launch in (GRAPH, EAGER, SERIES)
-    }
-    for row in decoding.rows(decoding.decode_cases(), timers, bandwidth, watch):
-        yield {**row, **facts}
-    for row in step.rows(watch, lengths=step.LENGTHS[-1:] if quick else step.LENGTHS):
-        yield {**row, **facts}
-
-
-def _statistics_row(launch: str, bandwidth: float) -> sweep.Row:
-    from lln.moments import standard_deviations
-
-    case = replace(BASE, op="statistics", B=16)
-    q, k, _ = inputs(case)
-    times = time_launch(lambda: standard_deviations(q, k), launch)
-    moved = 2 * q.numel() * q.element_size()
-    share = round(moved / (times[1] * 1e-3 * bandwidth), 4)
-    return {**case.row(), "launch": launch, **timed_columns(times), "floor_share": share}
-
-
-def timed_columns(times: Sequence[float]) -> sweep.Row:
-    """The columns of a row that was measured and has no peak."""
-    p20, p50, p80 = (round(ms, 5) for ms in times)
-    return {"ms_p20": p20, "ms_p50": p50, "ms_p80": p80, "peak_mb": None, "error": ""}
 
 
 def table(rows: Sequence[sweep.Row]) -> Table:

@@ -66,8 +66,9 @@ def training_step(
     }
     if dropout is not None:
         sizes |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    model: Any = RobertaForMaskedLM(RobertaConfig(**sizes))
-    model.to(device).train()
+    with torch.device(device):  # where drawing the weights takes no time on a GPU
+        model: Any = RobertaForMaskedLM(RobertaConfig(**sizes))
+    model.train()
     if attention != "softmax":
         hf.replace(model, attention, quiet=True, **(options or {}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

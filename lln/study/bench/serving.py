@@ -23,6 +23,7 @@ from lln.nn import recommended
 from lln.records import machine
 from lln.study.bench import sweep
 from lln.study.bench.check import CheckFailed
+from lln.study.bench.terminal import wide_console
 from lln.study.plots.numbers import three_digits
 
 SUBJECT = "serving"
@@ -82,7 +83,7 @@ def run(
     console: Console | None = None,
 ) -> Path:
     """Check, then measure; write ``serving_hardware_date.json``."""
-    console = console or Console()
+    console = console or wide_console()
     setting = setting or (SMOLLM2 if device.startswith("cuda") else Setting())
     models = make(setting, device)
     check(models)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lln.study.bench import peers
+from lln.study.bench import decoding, peers, step
 from lln.study.bench.cases import FORWARD, SLOTS, TRAINING, Case
 
 TOKENS, WIDE_TOKENS = 65_536, 32_768  # of heads of 64 and of 128
@@ -80,10 +80,61 @@ def _cases(op: str, impl: str, lengths: Sequence[int], tokens: int = TOKENS, **c
     ]
 
 
-def gpu_cases(*, quick: bool = False) -> list[Timed]:
+def gpu_cases(*, quick: bool = False, ops: Sequence[str] | None = None) -> list[Timed]:
+    """All that is measured, in order, or only these ops.
+
+    What the targets are about comes first, one length of everything before the next, so that a run
+    that is cut short has a row for each of them.
+
+    Raises:
+        ValueError: An op that is not measured.
+    """
+    found = sorted(_all_cases(quick), key=_rank)  # cases of one rank stay in their order
+    known = sorted({timed.case.op for timed in found})
+    for op in ops or ():
+        if op not in known:
+            raise ValueError(f"op={op!r} is not measured; choose from {', '.join(known)}")
+    return [timed for timed in found if not ops or timed.case.op in ops]
+
+
+LENGTH_RANKS = {4096: 0, 512: 1, 16_384: 1}  # 2 for others
+DECODE_RANKS = {8192: 0, 65_536: 1}
+# Of which the targets speak: by launch, implementations and ops.
+_TARGETS = {
+    GRAPH: {
+        "triton": (
+            *("bidirectional", "lln_diag", "lln_diag_128", "lln_diag_causal", "causal"),
+            *("near_far", "near_far_overlap", "decode"),
+        ),
+        "mixed": ("lln_diag_overlap", "lln_diag_128"),
+        "cudnn": ("bidirectional",),
+        "sdpa": ("decode",),
+        "fla": ("causal",),
+    },
+    EAGER: {
+        "triton": ("bidirectional", "decode"),
+        "cudnn": ("bidirectional",),
+        "sdpa": ("decode", step.OP),
+        "recommended": (step.OP,),
+    },
+    HOST: {"triton": ("bidirectional", "measured")},
+    SERIES: {},
+}
+
+
+def _rank(timed: Timed) -> tuple[bool, int]:
+    """What is measured earlier has a lower one."""
+    case = timed.case
+    is_target = case.op in _TARGETS[timed.launch].get(case.impl, ()) and case.dtype == "bfloat16"
+    if case.op == "decode":
+        return not is_target, DECODE_RANKS.get(case.N, 2)
+    return not is_target, LENGTH_RANKS.get(case.N, 2)
+
+
+def _all_cases(quick: bool) -> list[Timed]:
     """65,536 tokens in sequences of every length, other settings, widths and dtypes, and batch 1.
 
-    What the targets are about comes first, for runs that are cut short.
+    Then what is not a call of attention: the statistics, steps of decoding and of training.
     """
     lengths = (4096, 16_384) if quick else (512, 2048, 4096, 16_384, 65_536)
     main = ("bidirectional", "lln_diag", "causal")
@@ -99,7 +150,18 @@ def gpu_cases(*, quick: bool = False) -> list[Timed]:
     more = _cases("bidirectional", "flash", (4096,)) + _cases("causal", "flash", (4096,))
     more += [c for i in ("triton", "eager", "torch") for c in _cases("convolution", i, (4096,))]
     timed += [Timed(case, SERIES) for case in half] + [Timed(case, GRAPH) for case in more]
-    return list(dict.fromkeys(timed + plain + [Timed(case, SERIES) for case in ours]))
+    timed += plain + [Timed(case, SERIES) for case in ours] + _others(quick)
+    return list(dict.fromkeys(timed))
+
+
+def _others(quick: bool) -> list[Timed]:
+    """The statistics alone, and steps: of decoding, and of training."""
+    statistics = replace(BASE, op="statistics", B=TOKENS // BASE.N)
+    found = [Timed(statistics, launch) for launch in (GRAPH, SERIES)]
+    decoded = decoding.decode_cases()
+    found += [Timed(case, launch) for case in decoded for launch in (GRAPH, EAGER, SERIES)]
+    trained = step.step_cases(step.LENGTHS[-1:] if quick else step.LENGTHS)
+    return found + [Timed(case, EAGER) for case in trained]
 
 
 def _settings(quick: bool) -> list[Timed]:

@@ -6,18 +6,18 @@ The recommended setting beside softmax by SDPA, in one process, in turn.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lln.nn import RECOMMENDED
-from lln.study.bench import sweep
-from lln.study.bench.cases import TRAINING
+from lln.study.bench.cases import TRAINING, Case
 from lln.study.bench.roberta import Setting, seconds_of, training_step
 from lln.study.bench.timing import quantiles
 
+OP = "roberta_step"
 TOKENS = 16_384  # of a batch
 LENGTHS = (512, 1024, 2048, 4096)
 BASE = Setting(layers=12, width=768, heads=12, vocabulary=50_265)
@@ -29,44 +29,29 @@ COMPARED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def rows(
-    watch: Callable[[str], None] = lambda _: None,
-    *,
-    base: Setting = BASE,
-    tokens: int = TOKENS,
-    lengths: Sequence[int] = LENGTHS,
-    device: str = "cuda",
-    steps: int = STEPS,
-) -> Iterator[sweep.Row]:
-    """A row per length and mechanism: milliseconds of a step, forward, backward and AdamW."""
-    for length in lengths:
-        setting = replace(base, tokens=length, batch=max(1, tokens // length))
-        for impl, (attention, options) in COMPARED.items():
-            watch(f"RoBERTa-base step {impl} N={length} B={setting.batch}")
-            yield measure(impl, attention, options, setting, device=device, steps=steps)
+def step_cases(lengths: Sequence[int] = LENGTHS, device: str = "cuda") -> list[Case]:
+    """Both mechanisms at every length, as many tokens in all."""
+    heads = {"H": BASE.heads, "D": BASE.width // BASE.heads, "dtype": "bfloat16"}
+    return [
+        Case(OP, impl, n, TRAINING, B=TOKENS // n, device=device, **heads)
+        for n in lengths
+        for impl in COMPARED
+    ]
 
 
-def measure(
-    impl: str, attention: str, options: dict[str, Any], setting: Setting, *, device: str, steps: int
-) -> sweep.Row:
-    """One row; a step that cannot run gives one that says why."""
-    row: sweep.Row = {
-        "op": "roberta_step", "impl": impl, "pass": TRAINING, "B": setting.batch,
-        "H": setting.heads, "N": setting.tokens, "D": setting.width // setting.heads,
-        "dtype": "bfloat16", "launch": "eager", "ms_p20": None, "ms_p50": None, "ms_p80": None,
-        "peak_mb": None, "floor_share": None, "error": "",
-    }  # fmt: skip
+def milliseconds(case: Case, *, base: Setting = BASE, steps: int = STEPS) -> list[float]:
+    """Of a step, forward, backward and AdamW, at 20, 50 and 80 %."""
+    attention, options = COMPARED[case.impl]
+    setting = replace(base, tokens=case.N, batch=case.B)
     try:
         made = training_step(
-            attention, setting, device, options=options, dropout=0.0, autocast=True
+            attention, setting, case.device, options=options, dropout=0.0, autocast=True
         )
-        seconds = [seconds_of(made, device) for _ in range(WARMUP + steps)][WARMUP:]
-        found = quantiles(seconds)
-        times = {"ms_p20": found.ms_p20, "ms_p50": found.ms_p50, "ms_p80": found.ms_p80}
-        row |= {name: round(ms, 3) for name, ms in times.items()}
-    except Exception as error:  # a row that says why, not a lost run
-        row["error"] = (str(error) or type(error).__name__).splitlines()[0][:200]
-    gc.collect()
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()
-    return row
+        seconds = [seconds_of(made, case.device) for _ in range(WARMUP + steps)][WARMUP:]
+    finally:
+        made = None
+        gc.collect()  # the model, whose parts know each other
+        if case.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+    found = quantiles(seconds)
+    return [found.ms_p20, found.ms_p50, found.ms_p80]

@@ -141,7 +141,7 @@ def _rounded(value: float | str | None) -> float | str | None:
 
 
 def _measure_gpu(case: LayerCase) -> sweep.Row:
-    from lln.study.bench.gpu import peak_megabytes, time_gpu
+    from lln.study.bench.apart.clock import peak_megabytes, time_gpu
     from lln.study.bench.shapes import EAGER, GRAPH
 
     timed = call(case)

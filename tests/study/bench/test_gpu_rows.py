@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import functools
-import io
+import json
 import sys
+import time
+from contextlib import nullcontext
 from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
-from rich.console import Console
+from typer.testing import CliRunner
 
-from lln.study.bench import cases, decoding, gpu, peers, roberta, shapes, step
+from lln.cli.app import app
+from lln.device.capture import captured
+from lln.study.bench import cases, decoding, gpu, peers, roberta, shapes, step, sweep
+from lln.study.bench.apart import compiling, measuring, session
+from lln.study.bench.apart.worker import Worker
 from lln.study.bench.cases import FORWARD, RUNNERS, TRAINING, Case, expected, inputs
 from lln.study.bench.check import CheckFailed, check
 
@@ -22,6 +28,8 @@ def test_every_case_has_a_runner_and_ours_a_floor(quick):
     found = shapes.gpu_cases(quick=quick)
     assert len(found) == len(set(found))
     for timed in found:
+        if timed.case.op in measuring.MEASURED:
+            continue
         assert (timed.case.op, timed.case.impl) in RUNNERS
         if timed.case.impl in ("triton", "mixed"):
             assert timed.case.op in shapes.FLOORS
@@ -73,17 +81,16 @@ def fake_fla(q, k, v, *, normalize, flaw=0.0):
 
 
 @pytest.mark.parametrize("flaw", [0.0, 0.1])
-def test_another_library_is_checked_first_and_left_out_if_it_is_off(flaw, monkeypatch):
+def test_another_library_is_checked_against_its_own_definition(flaw, monkeypatch):
     module = ModuleType("fla.ops.linear_attn")
     module.fused_chunk_linear_attn = functools.partial(fake_fla, flaw=flaw)
     for name in ("fla", "fla.ops"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     case = Case("causal", "fla", 512, passes=TRAINING, dtype="bfloat16")
-    printed = Console(file=io.StringIO(), width=200)
-    left = gpu._agreeing([shapes.Timed(case, shapes.GRAPH)], printed)
-    assert len(left) == (0 if flaw else 1)
-    assert ("fla is left out" in printed.file.getvalue()) == bool(flaw)
+    request = measuring.Check(shapes.Timed(case, shapes.GRAPH))
+    with pytest.raises(CheckFailed, match="causal fla") if flaw else nullcontext():
+        measuring.answer(request)
 
 
 def test_the_definition_of_flash_bla_is_a_row_stochastic_average():
@@ -173,16 +180,14 @@ def test_the_table_has_a_line_per_case_and_a_column_per_launch():
     assert cells["of floor"] == ["80%", ""]
 
 
-def fake_timer(run):
-    run()
-    return [1.0, 2.0, 3.0]
-
-
-def test_a_step_of_decoding_is_checked_and_its_bytes_are_counted():
+def test_a_step_of_decoding_is_checked_and_its_bytes_are_counted(monkeypatch):
+    monkeypatch.setattr(measuring, "time_launch", lambda run, launch: [run().numel(), 2.0, 3.0])
     ours = Case("decode", "triton", N=40, B=2, H=3, D=16)
     theirs = replace(ours, impl="sdpa")
-    found = list(decoding.rows([ours, theirs], {"eager": fake_timer}, 1e6))
-    assert [r["impl"] for r in found] == ["triton", "sdpa"]
+    timed = [shapes.Timed(case, shapes.EAGER) for case in (ours, theirs)]
+    for one in timed:
+        measuring.answer(measuring.Check(one))
+    found = [measuring.answer(measuring.Measure(one, 1e6)) for one in timed]
     state, cache = 2 * 4 * 2 * 3 * (16 + 16 * 16), 4 * 2 * 2 * 3 * 41 * 16
     assert [r["floor_share"] for r in found] == [round(n / 2e3, 4) for n in (state, cache)]
     cases_ = decoding.decode_cases()
@@ -191,22 +196,99 @@ def test_a_step_of_decoding_is_checked_and_its_bytes_are_counted():
 
 def test_a_wrong_step_of_decoding_is_not_measured(monkeypatch):
     monkeypatch.setattr(decoding, "prefill", lambda q, *rest, **scales: (2 * q, None))
+    wrong = shapes.Timed(Case("decode", "triton", N=40, D=16), shapes.EAGER)
     with pytest.raises(CheckFailed, match="decode triton"):
-        list(decoding.rows([Case("decode", "triton", N=40, D=16)], {"eager": fake_timer}, 1e6))
+        measuring.answer(measuring.Check(wrong))
 
 
-def test_steps_of_training_give_rows_for_both():
+@pytest.mark.parametrize("impl", step.COMPARED)
+def test_a_step_of_training_takes_time(impl):
     small = roberta.Setting(layers=1, width=16, heads=2, vocabulary=50)
-    found = list(step.rows(base=small, tokens=64, lengths=(16,), device="cpu", steps=1))
-    assert [(r["impl"], r["B"], r["N"]) for r in found] == [("sdpa", 4, 16), ("recommended", 4, 16)]
-    assert not any(r["error"] for r in found) and all(r["ms_p50"] > 0 for r in found)
+    case = replace(step.step_cases(device="cpu")[0], impl=impl, N=16, B=4)
+    p20, p50, p80 = step.milliseconds(case, base=small, steps=1)
+    assert 0 < p20 <= p50 <= p80
+    assert {(c.B * c.N, c.D) for c in step.step_cases()} == {(16_384, 64)}
+
+
+def test_the_targets_come_first_and_one_length_of_everything_before_the_next():
+    found = shapes.gpu_cases()
+    ranks = [shapes._rank(timed) for timed in found]
+    assert ranks == sorted(ranks)
+    first = {
+        (t.case.op, t.case.impl, t.launch, t.case.B == 1, t.case.D)
+        for t in found[: ranks.index((False, 1))]
+    }
+    graph, eager, host = shapes.GRAPH, shapes.EAGER, shapes.HOST
+    diag = ("lln_diag", "lln_diag_128", "lln_diag_causal", "causal", "near_far_overlap")
+    assert first >= {
+        *((op, "triton", graph, False, 64) for op in ("bidirectional", *diag)),
+        ("lln_diag_overlap", "mixed", graph, False, 64),
+        *(("bidirectional", impl, eager, True, 64) for impl in ("triton", "cudnn")),
+        *((op, "triton", graph, False, 128) for op in ("bidirectional", "lln_diag", "causal")),
+        ("lln_diag_128", "mixed", graph, False, 128),
+        *((op, "triton", host, False, 64) for op in ("bidirectional", "measured")),
+        *(("decode", impl, eager, one, 64) for impl in ("triton", "sdpa") for one in (True, False)),
+        *(("roberta_step", impl, eager, False, 64) for impl in ("recommended", "sdpa")),
+    }
+    assert {t.case.N for t in found[: ranks.index((False, 1))]} == {4096, 8192}
+
+
+def test_only_the_ops_that_are_asked_for_are_measured():
+    found = {timed.case.op for timed in shapes.gpu_cases(ops=["decode", "causal"])}
+    assert found == {"decode", "causal"}
+    done = CliRunner().invoke(app, ["bench", "gpu", "--op", "decoding"])
+    assert done.exit_code == 2 and "roberta_step" in done.output
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A CUDA device that is not there: its workers answer without a process."""
+
+    class Answers(Worker):
+        def start(self):
+            pass
+
+        def ask(self, request, **_):
+            time.sleep(0.001)
+            if isinstance(request, measuring.Measure):
+                return {**measuring.blank(request.timed), "ms_p50": 0.123456}
+            return 4e12 if isinstance(request, measuring.Bandwidth) else None
+
+    facts = {"device": "H200", "torch": "2", "triton": "3", "commit": "0"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu.machine, "facts", lambda device: facts)
+    monkeypatch.setattr(sweep.machine, "slug", lambda device: "h200")
+    monkeypatch.setattr(session, "Worker", Answers)
+    monkeypatch.setattr(gpu, "compile_ahead", lambda cases, seconds: waited.append(seconds))
+    waited: list[float] = []
+    return waited
+
+
+def test_a_run_writes_its_rows_and_a_table_that_can_be_read(device, tmp_path, capsys):
+    json_path, csv_path, *_ = gpu.run(tmp_path, ops=["statistics", "decode"])
+    rows = json.loads(json_path.read_text())["rows"]
+    assert len(rows) == 2 + 12 * 3 and len(csv_path.read_text().splitlines()) == len(rows) + 1
+    assert rows[0]["device"] == "H200" and rows[0]["copy_tb_s"] == 4.0
+    shown = capsys.readouterr().out
+    assert "0.1235" in shown and "bfloat16" in shown and "…" not in shown
+    assert "3 implementations agree" in shown
+
+
+def test_minutes_count_from_the_beginning(device, tmp_path, capsys):
+    gpu.run(tmp_path, minutes=0.1 / 60)
+    assert device == [pytest.approx(0.1 / 3)]  # of which a third may go into compiling
+    shown = capsys.readouterr().out
+    (path,) = tmp_path.glob("*.json")
+    rows = json.loads(path.read_text())["rows"]
+    left = len(shapes.gpu_cases()) - len(rows)
+    assert len(rows) > 0 and f"{left} cases are not measured" in shown.replace("\n", " ")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_series_of_calls_runs_them_all():
     counter = torch.zeros((), device="cuda")
-    replay = gpu.captured(lambda: counter.add_(1), calls=10)
+    replay = captured(lambda: counter.add_(1), calls=10)
     counter.zero_()
     replay()
     assert counter.item() == 10
@@ -215,4 +297,5 @@ def test_a_series_of_calls_runs_them_all():
 @pytest.mark.slow
 def test_compiling_ahead_survives_what_cannot_run():
     """Without a GPU no case can run; with one the cache is filled. Neither raises."""
-    gpu.compile_ahead([timed.case for timed in shapes.gpu_cases(quick=True)][:4], processes=2)
+    cases_ = [timed.case for timed in shapes.gpu_cases(quick=True)][:4]
+    compiling.compile_ahead(cases_, processes=2)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import lln
-from lln.study.bench import gpu, layers, zoo
+from lln.study.bench import layers, zoo
+from lln.study.bench.apart import clock
 from lln.study.bench.cases import FORWARD, TRAINING, powers
 from lln.study.bench.check import CheckFailed
 from lln.study.bench.layers import LayerCase
@@ -129,8 +130,8 @@ def test_calls_that_cannot_be_recorded_are_launched(monkeypatch, records):
 
     monkeypatch.setattr(zoo, "captured", captured)
     monkeypatch.setattr(zoo, "free_generator", lambda: None)
-    monkeypatch.setattr(gpu, "peak_megabytes", lambda run: 1.0)
-    monkeypatch.setattr(gpu, "time_gpu", lambda run, budget_ms: [1.0, 2.0, 3.0])
+    monkeypatch.setattr(clock, "peak_megabytes", lambda run: 1.0)
+    monkeypatch.setattr(clock, "time_gpu", lambda run, budget_ms: [1.0, 2.0, 3.0])
     row = zoo._measure_gpu(LayerCase("elu", "eager", 64, H=1, D=8))
     assert row["launch"] == ("graph" if records else "eager") and row["ms_p50"] == 2.0
 

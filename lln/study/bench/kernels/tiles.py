@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,10 +24,12 @@ from lln.ops.triton import tiles
 from lln.ops.triton.tiles import Tile
 from lln.records import machine
 from lln.study.bench import sweep
+from lln.study.bench.apart.clock import time_launch
+from lln.study.bench.apart.groups import in_processes
 from lln.study.bench.cases import FORWARD, TRAINING, Case, call, inputs
 from lln.study.bench.check import check
-from lln.study.bench.gpu import MOST_PROCESSES, in_processes, time_launch
 from lln.study.bench.shapes import SERIES, TOKENS
+from lln.study.bench.terminal import wide_console
 
 # The op and the passes in which each kernel takes part.
 USED_BY = {
@@ -137,12 +138,11 @@ def using(trial: Trial) -> Iterator[None]:
         tiles.forget()
 
 
-def _run_once(group: Sequence[Trial]) -> None:
-    """Compile every trial by using it; what cannot run is left to :func:`measure`."""
-    for trial in group:
-        with contextlib.suppress(Exception), using(trial):
-            check([trial.case])
-            call(trial.case, inputs(trial.case))()
+def _run_once(trial: Trial) -> None:
+    """Compile a trial by using it; what cannot run is left to :func:`measure`."""
+    with contextlib.suppress(Exception), using(trial):
+        check([trial.case])
+        call(trial.case, inputs(trial.case))()
 
 
 def measure(trial: Trial) -> float:
@@ -221,13 +221,13 @@ def run(
         if kernel not in ONE_WIDTH or width == ONE_WIDTH[kernel]
         for trial in trials(kernel, width)
     ]
-    console = console or Console()
+    console = console or wide_console()
     if not torch.cuda.is_available():
         console.print("no CUDA device: `lln bench resources` says what tiles occupy without one")
         raise SystemExit(1)
     gc.freeze()
     console.print(f"compiling {len(wanted)} tiles")
-    in_processes(_run_once, wanted, min(MOST_PROCESSES, os.cpu_count() or 1), COMPILE_SECONDS)
+    in_processes(_run_once, wanted, seconds=COMPILE_SECONDS)
     facts: dict[str, Any] = {**machine.facts("cuda"), "configuration": CONFIGURATION}
     found: list[sweep.Row] = []
     for row in rows(wanted, measure, end=end, watch=lambda text: console.print(text)):
