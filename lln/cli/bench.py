@@ -65,6 +65,20 @@ def bench_gpu(
         raise typer.BadParameter(str(error)) from None
 
 
+@bench_app.command("targets")
+def bench_targets(
+    results: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
+) -> None:
+    """Show what the kernels were to reach beside what was measured.
+
+    From the newest rows of `lln bench gpu`, as Markdown; says what was missed and what was not
+    measured.
+    """
+    from lln.study.paper.pages.targets import gpu_targets
+
+    typer.echo(gpu_targets(results))
+
+
 @bench_app.command("resources")
 def bench_resources(
     arch: Annotated[

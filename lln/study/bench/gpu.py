@@ -127,7 +127,7 @@ def run(
     """Check, measure, and write ``gpu_hardware_date`` as .json, .csv and two .svg.
 
     Args:
-        ops: Only these.
+        ops: Only these; the files are named after them, and replace none of a whole run.
         minutes: From now on, compiling included; the cases that are left then are left out.
 
     Raises:
@@ -137,6 +137,7 @@ def run(
     started = time.monotonic()
     seconds = math.inf if minutes is None else 60 * minutes
     cases = gpu_cases(quick=quick, ops=ops)
+    subject = "-".join(["gpu", *(ops or ())])
     console = console or wide_console()
     if not torch.cuda.is_available():
         console.print("no CUDA device: `lln bench` measures on the CPU")
@@ -157,16 +158,16 @@ def run(
             for row in session.rows(bandwidth):
                 rows.append({**row, **facts})
                 if len(rows) % 20 == 0:
-                    _save(rows, folder)
+                    _save(rows, folder, subject)
                 if time.monotonic() - started > seconds:
                     left = len(cases) - len(rows)
                     say(f"{minutes:g} minutes are over, {left} cases are not measured")
                     break
         finally:
-            _save(rows, folder)
+            _save(rows, folder, subject)
         say(f"{session.checked} implementations agree with the float64 definition")
     console.print(table(rows))
-    written = [_save(rows, folder)]
+    written = [_save(rows, folder, subject)]
     written.append(files.write_text(written[0].with_suffix(".csv"), sweep.as_csv(rows)))
     for name, svg in plots(rows).items():
         path = written[0].with_name(f"{written[0].stem}_{name}.svg")
@@ -182,11 +183,11 @@ def configuration() -> str:
     return "; ".join([CONFIGURATION, *(f"{name}={value}" for name, value in asked.items())])
 
 
-def _save(rows: Sequence[sweep.Row], folder: Path) -> Path:
+def _save(rows: Sequence[sweep.Row], folder: Path, subject: str) -> Path:
     """Write rows and ratios so far, again and again: a run that is cut keeps what it measured."""
     content: dict[str, list[Any]] = {"ratios": ratios(rows)}
     content |= {"measuring": added_by_measuring(rows), "rows": list(rows)}
-    return sweep.save_json(content, folder, subject="gpu", device="cuda")
+    return sweep.save_json(content, folder, subject=subject, device="cuda")
 
 
 def table(rows: Sequence[sweep.Row]) -> Table:

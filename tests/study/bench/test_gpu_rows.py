@@ -266,6 +266,7 @@ def device(monkeypatch):
 
 def test_a_run_writes_its_rows_and_a_table_that_can_be_read(device, tmp_path, capsys):
     json_path, csv_path, *_ = gpu.run(tmp_path, ops=["statistics", "decode"])
+    assert json_path.name.startswith("gpu-statistics-decode_h200_")  # not that of a whole run
     rows = json.loads(json_path.read_text())["rows"]
     assert len(rows) == 2 + 12 * 3 and len(csv_path.read_text().splitlines()) == len(rows) + 1
     assert rows[0]["device"] == "H200" and rows[0]["copy_tb_s"] == 4.0

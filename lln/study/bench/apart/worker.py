@@ -73,6 +73,7 @@ class Worker:
             raise Lost(f"its process was lost {STARTS} times before and is not started again")
         self.start()
         process = self._process
+        assert process is not None
         try:
             self._pipe.send(request)
             if not self._pipe.poll(seconds):

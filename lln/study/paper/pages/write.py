@@ -25,6 +25,7 @@ from lln.study.paper.pages import (
     questions,
     retrieval,
     serving,
+    targets,
     versions,
 )
 from lln.study.paper.pages.best import best
@@ -139,6 +140,7 @@ BLOCKS: Blocks = {
     **conversion.BLOCKS,
     **onnx.BLOCKS,
     **serving.BLOCKS,
+    **targets.BLOCKS,
     **parallel.BLOCKS,
     **retrieval.BLOCKS,
     **versions.BLOCKS,
