@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 # plain PyTorch, carry its name and a suffix.
 LINEAR = (
     *("summarize", "read", "bidirectional", "causal", "lln_diag", "varlen", "decode"),
-    *("far", "join_far"),
+    *("far", "join_far", "causal_average"),
 )
-BLOCKS = ("block_diagonal", "lln_diag", "varlen", "near")
+BLOCKS = ("block_diagonal", "lln_diag", "causal_average", "varlen", "near")
 CONVOLUTION = ("convolution",)
 SUFFIXES = ("", "_train", "_backward", "_eager", "_backward_eager")
 

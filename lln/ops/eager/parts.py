@@ -23,6 +23,8 @@ def blend(
     dtype: torch.dtype,
 ) -> Float[Tensor, "B H N E"]:
     """mix · linear + (1 − mix) · local, rounded once to ``dtype``; the average without ``mix``."""
+    if mix is None and linear.dtype == local.dtype == dtype:
+        return torch.lerp(local, linear, 0.5)  # computed in float32, whatever it reads
     wide = compute_dtype(linear, local)
     weight = 0.5 if mix is None else mix.to(wide)[:, None, None]
     return torch.lerp(local.to(wide), linear.to(wide), weight).to(dtype)

@@ -26,7 +26,7 @@ PASSES = (FORWARD, TRAINING)
 # branches of LLN+Diag, or near and far keys, in two passes: k, v; q, k, v, out. Backwards: q, dO;
 # q, k, v, dO, dq, dk, dv.
 _TWO_BRANCHES = (6, 15)
-_MEASURED, _CONVOLUTION = (2, 2), (2, 6)
+_MEASURED, _CONVOLUTION = (2, 2), (2, 5)
 FLOORS: dict[str, tuple[float, float]] = {
     "bidirectional": (4, 11),
     "causal": (4, 11),

@@ -96,9 +96,31 @@ def test_the_future_changes_nothing(device):
     torch.testing.assert_close(kernels.causal(**changed)[:, :, :100], out[:, :, :100])
 
 
-def test_causal_lln_diag(device):
-    tensors = inputs(1, 2, 100, width=16, device=device)
+@pytest.mark.parametrize(
+    ("dtype", "heads", "learned"),
+    [
+        (torch.float32, 2, False),
+        (torch.float16, 2, False),
+        (torch.float16, 1, False),  # key heads of two query heads
+        (torch.float32, 2, True),
+    ],
+)
+def test_causal_lln_diag(dtype, heads, learned, device):
+    """The average, written in place, and a mix per head; the last block is not whole."""
+    tensors = inputs(1, 2, 100, width=16, key_heads=heads, device=device)
+    if learned:
+        tensors["mix"] = torch.tensor([0.2, 0.9], device=device, dtype=torch.float64)
     options = {"block": 32, "scale": 0.25, "is_causal": True}
+    compare(kernels.lln_diag, reference.lln_diag, tensors, dtype, floor=0.1, **options)
+
+
+@pytest.mark.parametrize("normalize_keys", [False, True])
+def test_causal_lln_diag_with_masks(normalize_keys, device):
+    tensors = inputs(2, 2, 70, width=16, values=32, key_heads=1, device=device)
+    mask = torch.rand(2, 70, device=device) > 0.4
+    mask[1, :40] = False
+    options = {"block": 16, "scale": 0.25, "is_causal": True, "key_mask": mask}
+    options["normalize_keys"] = normalize_keys
     compare(kernels.lln_diag, reference.lln_diag, tensors, torch.float32, floor=0.1, **options)
 
 

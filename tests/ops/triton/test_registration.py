@@ -39,6 +39,7 @@ def arguments(name: str, device: str) -> tuple:
         "lln_diag_train": (q, k, v, alpha, beta, None, mask, 16, 0.2, False),
         "block_diagonal": (q, k, v, mask, 16, 0.2, True),
         "causal": (q, k, v, alpha, beta, log_mass, mean, mask, False),
+        "causal_average": (q, k, v, alpha, beta, mask, 16, 0.2, False),
         "near": (q, k, v, sinks, mask, 16, 0, 0.2, True),
         "join_far": (
             *tensors(device, Q, Q[:3]), q, k, v, alpha, beta, *tensors(device, ALPHA), mask,
@@ -59,7 +60,16 @@ def arguments(name: str, device: str) -> tuple:
 
 OPS = (
     *("bidirectional_train", "summarize", "read", "lln_diag_train", "block_diagonal"),
-    *("near", "join_far", "causal", "varlen", "decode", "standard_deviations", "match"),
+    *(
+        "near",
+        "join_far",
+        "causal",
+        "causal_average",
+        "varlen",
+        "decode",
+        "standard_deviations",
+        "match",
+    ),
     "measure",
     *("bidirectional", "lln_diag"),  # without gradients
 )

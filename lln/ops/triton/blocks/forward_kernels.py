@@ -118,10 +118,13 @@ def diag_kernel(
     LINEAR: tl.constexpr,
     PRECISE: tl.constexpr,
     SAVE: tl.constexpr,
+    ADD: tl.constexpr,
     ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """OUT of ``span`` tokens of one head: both branches, or (not LINEAR) the block-diagonal one.
+
+    ADD: half of it, to half of what OUT holds, the linear branch.
 
     The state of the linear branch comes as in :func:`read_kernel`. SAVE keeps the logsumexp of each
     branch: LSE[head] = linear rows, then block-diagonal rows, the latter not for float32.
@@ -139,7 +142,7 @@ def diag_kernel(
     rows, features, values = tl.arange(0, ROWS), tl.arange(0, BD), tl.arange(0, BE)
     dtype: tl.constexpr = Q.dtype.element_ty
     kept: tl.constexpr = 2 if PRECISE else 1
-    local = 1.0
+    local = 0.5 if ADD else 1.0
     if HAS_MASK:
         MASK += b * mask_batch
     if SAVE:
@@ -186,4 +189,7 @@ def diag_kernel(
             out = dot_add(p.to(dtype), mean, out)
             if SAVE:
                 store_lse(LSE, tokens, start, end, rows, top, weight, PRECISE)
+        if ADD:
+            held = load_tile(OUT, out_row, start, end, rows, values, E, BE, FULL)
+            out += held.to(tl.float32) * 0.5
         store_tile(OUT, out_row, start, end, out, rows, values, E, BE, FULL)

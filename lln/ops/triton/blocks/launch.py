@@ -41,14 +41,18 @@ def diag(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, block: int, scale: float,
     is_causal: bool = False, alpha: Tensor | None = None, mix: Tensor | None = None,
     state: Merged | None = None, parts: Tensor | None = None, count: int = 0,
-    linear: bool, save: bool,
+    linear: bool, save: bool, add_to: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(out, lse); ``linear`` adds the LLN branch, read from ``state`` or from ``parts``."""
+    """(out, lse); ``linear`` adds the LLN branch, read from ``state`` or from ``parts``.
+
+    ``add_to`` is its output, which becomes the average of both branches in place.
+    """
+    given = None if add_to is None else add_to.stride()
     rows, launch = _diag_plan(
-        layout(q), layout(k), layout(v), mask_stride(key_mask),
+        layout(q), layout(k), layout(v), given, mask_stride(key_mask),
         NO_SCALE if alpha is None else alpha.stride(), count, block, scale, is_causal, linear, save,
     )  # fmt: skip
-    out = q.new_empty_strided(*rows)
+    out = q.new_empty_strided(*rows) if add_to is None else add_to
     lse = empty_diag_lse(q, linear=linear) if save else None
     launch(q, k, v, out, lse, key_mask, alpha, mix, parts, *(state or (None, None, None)))
     return out, lse
@@ -56,15 +60,16 @@ def diag(
 
 @planned
 def _diag_plan(
-    q: Layout, k: Layout, v: Layout, mask: int | None, alpha: tuple[int, ...], count: int,
-    block: int, scale: float, is_causal: bool, linear: bool, save: bool,
+    q: Layout, k: Layout, v: Layout, given: tuple[int, ...] | None, mask: int | None,
+    alpha: tuple[int, ...], count: int, block: int, scale: float, is_causal: bool, linear: bool,
+    save: bool,
 ) -> tuple[Any, Launch]:  # fmt: skip
     (b, heads, tokens, d), q_strides, dtype, device = q
     (_, kv_heads, _, e), k_strides, v_strides = v[0], k[1], v[1]
     t, rows = block_tile("diag", block, d, e, dtype, device)
     pieces, span = split(tokens, b * heads, t, device)
     out = rows_of(q, e)
-    every = q_strides, k_strides, v_strides, out[1]
+    every = q_strides, k_strides, v_strides, given or out[1]
     return out, Launch(
         diag_kernel, (pieces, b * heads),
         (*row_strides(*every), mask or 0, *alpha,
@@ -72,7 +77,7 @@ def _diag_plan(
         D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, STEP=t.rows, BLOCK=block,
         FULL=rows == t.rows and tokens % rows == 0, HAS_MASK=mask is not None,
         CAUSAL=is_causal, LINEAR=linear, PRECISE=dtype == torch.float32, SAVE=save,
-        ALIKE=alike(*every), **t.options,
+        ADD=given is not None, ALIKE=alike(*every), **t.options,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from lln.ops.eager.parts import blend
 from lln.ops.registration import register
 from lln.ops.triton.blocks.block_diagonal import block_diagonal
+from lln.ops.triton.blocks.causal_average import causal_average
 from lln.ops.triton.blocks.launch import diag, diag_backward, empty_diag_lse
 from lln.ops.triton.library import empty_rows
 from lln.ops.triton.linear import launch
@@ -40,10 +41,13 @@ def lln_diag(
 ) -> Float[Tensor, "B H N E"]:
     """mix · LLN + (1 − mix) · block-diagonal softmax (Fig. 3); the average if ``mix`` is None.
 
-    Fused for the bidirectional case; causal, the two branches run one after the other.
+    Fused for the bidirectional case; causal, the two branches run one after the other, the second
+    adding to what the first has written unless ``mix`` is given.
     """
     if slot_dropout is not None or probability_dropout is not None:
         raise ValueError("dropout is not supported by impl='triton'; use impl='eager'")
+    if is_causal and mix is None:
+        return causal_average(q, k, v, alpha, beta, key_mask, block, scale, normalize_keys)
     if is_causal:
         scales = {"alpha": alpha, "beta": beta, "normalize_keys": normalize_keys}
         local = block_diagonal(q, k, v, block=block, scale=scale, key_mask=key_mask, is_causal=True)

@@ -98,6 +98,7 @@ def move_kernel(
     state, waiting = LOG_MASS + head * S + slots, PENDING_LOG_MASS + head * S + slots
     log_mass = tl.load(state, mask=inside, other=float("-inf"))
     pending = tl.load(waiting, mask=inside, other=float("-inf"))
+    tl.debug_barrier()  # threads that share an element must all have read it before one writes
     kept, merged, after = _joined(log_mass, pending)
     stays, added, folded = _joined(tl.where(begins, float("-inf"), pending), x)
     tl.store(waiting, folded, mask=inside)
@@ -117,8 +118,10 @@ def move_kernel(
         tile = inside[:, None] & wanted[None, :]
         matrix = head * S * E + slots[:, None] * E + values[None, :]
         pending_mean = tl.load(PENDING_MEAN + matrix, mask=tile, other=0.0)
+        tl.debug_barrier()
         if begins:
             mean = tl.load(MEAN + matrix, mask=tile, other=0.0)
+            tl.debug_barrier()
             mean = mean * kept[:, None] + pending_mean * merged[:, None]
             tl.store(MEAN + matrix, mean, mask=tile)
         pending_mean = pending_mean * stays[:, None] + added[:, None] * v.to(tl.float32)[None, :]

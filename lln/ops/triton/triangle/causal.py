@@ -109,15 +109,20 @@ def _state_gradients(start: Tensor | None, given: launch.Given) -> tuple[Tensor,
     return (given.mean * d_mean).sum(-1) - (weight * extra).sum(2), d_mean
 
 
+def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised dq, dk, dv in the memory order that :func:`launch.causal_backward` gives."""
+    group = q.shape[1] != k.shape[1]
+    like_k = k.new_empty(k.shape) if group else empty_rows(k, k.shape[-1])
+    like_v = v.new_empty(v.shape) if group else empty_rows(v, v.shape[-1])
+    return empty_rows(q, q.shape[-1]), like_k, like_v
+
+
 def _backward_fake(
     dout, q, k, v, alpha, beta, log_mass, mean, key_mask, lse, before, normalize_keys, need_alpha,
     need_beta, need_state,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    group = q.shape[1] != k.shape[1]
-    like_k = k.new_empty(k.shape) if group else empty_rows(k, k.shape[-1])
-    like_v = v.new_empty(v.shape) if group else empty_rows(v, v.shape[-1])
     return (
-        empty_rows(q, q.shape[-1]), like_k, like_v,
+        *empty_gradients(q, k, v),
         lse.new_empty(alpha.shape if need_alpha else (0,)),
         lse.new_empty(beta.shape if need_beta else (0,)),
         lse.new_empty(log_mass.shape if need_state else (0,)),
