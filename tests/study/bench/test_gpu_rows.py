@@ -130,7 +130,7 @@ def test_the_floor_of_slots_counts_their_width():
     fwd, both = shapes.FLOORS["near_far_slots"]
     narrow = shapes.FLOORS["near_far"]  # whose far keys share q and k with the near ones
     assert fwd == 5 + 2 * 2 > narrow[0] and both == fwd + 8 + 5 * 2 > narrow[1]
-    assert shapes.FLOORS["recommended"] == (10, 23)
+    assert shapes.FLOORS["recommended"] == (10, 22)
 
 
 def row(op="bidirectional", impl="triton", launch=shapes.GRAPH, ms=1.0, passes=FORWARD, **other):
