@@ -136,6 +136,23 @@ def bench_tiles(
         raise typer.BadParameter(str(error)) from None
 
 
+@bench_app.command("profile")
+def bench_profile(
+    op: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
+) -> None:
+    """Show which kernels a call consists of on a CUDA device.
+
+    Microseconds and launches of every kernel of a forward and backward pass, by op.
+    """
+    from lln.study.bench.kernels.profile import run
+
+    try:
+        run(out, ops=op)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 @bench_app.command("first")
 def bench_first(
     op: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,

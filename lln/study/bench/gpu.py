@@ -150,7 +150,7 @@ def run(
     compile_ahead([t.case for t in cases], seconds=min(MOST_SECONDS, COMPILING * seconds))
     facts = {**machine.facts("cuda"), "configuration": configuration()}
     rows: list[sweep.Row] = []
-    with Session(cases, say) as session:
+    with Session(cases, say, left=lambda: started + seconds - time.monotonic()) as session:
         bandwidth = session.bandwidth()
         say(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
         facts = {"copy_tb_s": round(bandwidth / 1e12, 3), **facts}

@@ -115,7 +115,7 @@ class Fake:
     """A worker without a process: remembers what it was asked, and fails as told."""
 
     def __init__(self, fails=()):
-        self.fails, self.asked, self.ended = dict(fails), [], 0
+        self.fails, self.asked, self.ended, self.limits = dict(fails), [], 0, []
 
     def __enter__(self):
         return self
@@ -129,8 +129,9 @@ class Fake:
     def end(self):
         self.ended += 1
 
-    def ask(self, request):
+    def ask(self, request, *, seconds):
         self.asked.append(request)
+        self.limits.append(seconds)
         key = type(request), getattr(request, "timed", None)
         if key in self.fails:
             raise self.fails[key]
@@ -151,6 +152,15 @@ def run(cases, fails=()):
     said = []
     with session.Session(cases, said.append, lambda: Fake(fails)) as made:
         return made, list(made.rows(made.bandwidth())), said
+
+
+def test_no_answer_is_waited_for_beyond_the_end():
+    """A library that compiled for minutes made a run outlast its time."""
+    left = iter([500.0, 40.0, 30.0, -5.0, -9.0])
+    with session.Session(CASES[:2], print, Fake, left=lambda: next(left)) as made:
+        list(made.rows(made.bandwidth()))
+    limits = made.workers["graphs"].limits + made.workers["python"].limits
+    assert limits == [90.0, 40.0, 30.0, session.LEAST]
 
 
 def test_calls_from_python_are_alone_with_their_rivals():

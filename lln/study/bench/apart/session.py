@@ -6,16 +6,19 @@ is never measured.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from lln.records.rows import Row
 from lln.study.bench import peers, step
 from lln.study.bench.apart import measuring
-from lln.study.bench.apart.worker import Lost, Worker
+from lln.study.bench.apart.worker import SECONDS, Lost, Worker
 from lln.study.bench.check import CheckFailed, small
 from lln.study.bench.shapes import EAGER, HOST, Timed
 
+LEAST = 2.0  # seconds that an answer is waited for, however late it is
 GRAPHS, PYTHON, LIBRARIES, TRAINING = "graphs", "python", "libraries", "training"
 
 
@@ -34,6 +37,7 @@ class Session:
     Args:
         make: What makes a worker, for tests.
         watch: Is told what is measured, and what is left out.
+        left: Seconds that the session may still take; an answer is not waited for any longer.
     """
 
     def __init__(
@@ -41,8 +45,9 @@ class Session:
         cases: Sequence[Timed],
         watch: Callable[[str], None],
         make: Callable[[], Worker] | None = None,
+        left: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        self.cases, self.watch = list(cases), watch
+        self.cases, self.watch, self._left = list(cases), watch, left
         make = make or (lambda: Worker(measuring.answer, measuring.begin))
         self.workers = {name: make() for name in (GRAPHS, *map(place, cases))}
         self.checked = 0
@@ -60,7 +65,10 @@ class Session:
 
     def bandwidth(self) -> float:
         """Bytes per second of a copy on the device."""
-        return self.workers[GRAPHS].ask(measuring.Bandwidth())
+        return self._ask(self.workers[GRAPHS], measuring.Bandwidth())
+
+    def _ask(self, worker: Worker, request: Any) -> Any:
+        return worker.ask(request, seconds=max(LEAST, min(SECONDS, self._left())))
 
     def rows(self, bandwidth: float) -> Iterator[Row]:
         """A row per case, in order; another library that is wrong has none.
@@ -89,7 +97,7 @@ class Session:
         # Calls from Python stay alone in their process: the definition is computed elsewhere.
         worker = self.workers[GRAPHS if where == PYTHON else where]
         try:
-            worker.ask(measuring.Check(timed))
+            self._ask(worker, measuring.Check(timed))
         except Exception as error:
             if isinstance(error, measuring.DeviceLost):
                 worker.end()  # the next request starts it anew
@@ -105,7 +113,7 @@ class Session:
     def _measured(self, timed: Timed, bandwidth: float) -> Row:
         worker = self.workers[place(timed)]
         try:
-            return worker.ask(measuring.Measure(timed, bandwidth))
+            return self._ask(worker, measuring.Measure(timed, bandwidth))
         except Lost as error:
             return measuring.blank(timed, str(error))
         except measuring.DeviceLost as error:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
-from lln.study.paper.pages.blocks import NOTHING_YET, Blocks, latest, markdown_table, origin
+from lln.study.paper.pages.blocks import NOTHING_YET, Blocks, markdown_table, origin
 from lln.study.plots.numbers import three_digits
 
 
 def serving(results: Path) -> str:
-    """Time of a step and size of the seats against the length of the streams, beside softmax."""
-    content = latest(results, "serving")
-    if content is None:
+    """Time of a step and size of the seats against the length of the streams, beside softmax.
+
+    The newest run on a GPU, then the newest on a CPU.
+    """
+    found = sorted(results.glob("serving_*.json"), key=lambda path: path.stem.split("_")[-1])
+    newest = {"cuda" if "nvidia" in path.stem else "cpu": path for path in found}
+    if not newest:
         return NOTHING_YET
+    shown = [newest[device] for device in ("cuda", "cpu") if device in newest]
+    return "\n\n".join(_table(json.loads(path.read_text(encoding="utf-8"))) for path in shown)
+
+
+def _table(content: dict[str, Any]) -> str:
     rows = content["rows"]
     names = ["seats", "tokens so far", "ours, ms", "softmax, ms", "softmax ÷ ours"]
     names += ["ours, MiB", "softmax, MiB"]
