@@ -101,6 +101,7 @@ def plots(rows: Sequence[sweep.Row]) -> dict[str, str]:
         drawn = []
         for op, impl in curves:
             mine = [r for r in chosen if (r["op"], r["impl"]) == (op, impl) and r[key]]
+            mine.sort(key=lambda r: r["N"])  # not the order of measuring
             if mine:
                 label = f"{op}, {impl}"
                 drawn.append(Series(label, [r["N"] for r in mine], [r[key] for r in mine]))

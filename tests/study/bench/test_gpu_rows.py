@@ -300,3 +300,15 @@ def test_compiling_ahead_survives_what_cannot_run():
     """Without a GPU no case can run; with one the cache is filled. Neither raises."""
     cases_ = [timed.case for timed in shapes.gpu_cases(quick=True)][:4]
     compiling.compile_ahead(cases_, processes=2)
+
+
+def test_lines_of_the_plot_go_from_short_to_long(monkeypatch):
+    """Rows come in the order of the targets."""
+    drawn = []
+    monkeypatch.setattr(gpu, "line_plot", lambda name, series, **_: drawn.extend(series) or "")
+    rows = [
+        {**row(passes=TRAINING, N=n, B=shapes.TOKENS // n), "D": 64, "floor_share": 0.5}
+        for n in (4096, 512, 16_384)
+    ]
+    gpu.plots([{**one, "dtype": "bfloat16"} for one in rows])
+    assert [list(line.x) for line in drawn] == [[512, 4096, 16_384]] * 2
