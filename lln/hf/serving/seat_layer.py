@@ -131,9 +131,9 @@ class SeatLayer(CacheLayerMixin):
         k_far: Tensor,
     ) -> Float[Tensor, "B H 1 E"]:
         assert core.local is not None
-        known = {name: x for name, x in self.constants.items() if name != "mix"}
+        memory = self.position, self.tensors
         return kernels.next_token(
-            q, k, v, q_far, k_far, self.position, self.tensors, local=core.local, **known
+            q, k, v, q_far, k_far, *memory, local=core.local, **self.constants
         )
 
     def _step(

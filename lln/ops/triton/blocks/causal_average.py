@@ -18,8 +18,6 @@ from lln.ops.triton.linear.launch import empty_lse, prepared
 from lln.ops.triton.triangle import launch
 from lln.ops.triton.triangle.causal import empty_gradients
 
-NOTHING = launch.Given(None, None)
-
 
 def causal_average(
     q: Float[Tensor, "B H N D"],
@@ -43,7 +41,7 @@ def _forward_impl(
         empty = _forward_fake(q, k, v, alpha, beta, key_mask, block, scale, normalize_keys)
         return tuple(x.zero_() for x in empty)  # pyright: ignore[reportReturnType]
     q, k, v, key_mask = prepared(q, k, v, key_mask)
-    out, lse, before = launch.causal(q, k, v, alpha, beta, key_mask, NOTHING, normalize_keys)
+    out, lse, before = launch.causal(q, k, v, alpha, beta, key_mask, launch.NOTHING, normalize_keys)
     _, local_lse = diag(
         q, k, v, key_mask, block=block, scale=scale, is_causal=True, linear=False, save=True,
         add_to=out,
@@ -73,7 +71,7 @@ def _backward_impl(
         return tuple(x.zero_() for x in gradients)
     q, k, v, key_mask = prepared(q, k, v, key_mask)
     found = launch.causal_backward(
-        dout * 0.5, q, k, v, alpha, beta, key_mask, NOTHING, lse, before,
+        dout * 0.5, q, k, v, alpha, beta, key_mask, launch.NOTHING, lse, before,
         normalize_keys=normalize_keys, need_alpha=need_alpha, need_beta=need_beta, need_state=False,
     )  # fmt: skip
     gradients = found.dq, found.dk, found.dv

@@ -13,9 +13,7 @@ from lln.ops.triton.launching import Launch, Layout, layout, planned, row_stride
 from lln.ops.triton.library import floats, mask_stride, rows_contiguous
 from lln.ops.triton.linear.launch import summarize_parts
 from lln.ops.triton.tiles import Tile, padded, tile
-from lln.ops.triton.triangle.launch import Given, scan
-
-NOTHING = Given(None, None)
+from lln.ops.triton.triangle.launch import NOTHING, scan
 
 
 class Cut(NamedTuple):

@@ -53,7 +53,7 @@ def causal(
 
 def _given(log_mass: Tensor | None, mean: Tensor | None) -> launch.Given:
     if log_mass is None or mean is None:
-        return launch.Given(None, None)
+        return launch.NOTHING
     return launch.Given(log_mass.contiguous(), mean.contiguous())
 
 

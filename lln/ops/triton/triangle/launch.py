@@ -35,6 +35,9 @@ class Given(NamedTuple):
     mean: Tensor | None
 
 
+NOTHING = Given(None, None)  # no key came before
+
+
 def factors(dtype: torch.dtype) -> dict[str, Any]:
     """How the exponential factors are multiplied: they need the exponents of float32.
 
@@ -247,7 +250,7 @@ def summarize_queries(
     parts = torch.empty_like(after)
     launch = _queries_plan(layout(q), layout(dout), alpha.stride(), first, count, span)
     launch(q, dout, lse, delta, alpha, parts)
-    scan(parts, after, Given(None, None), d, e, reverse=True)
+    scan(parts, after, NOTHING, d, e, reverse=True)
     return after
 
 
