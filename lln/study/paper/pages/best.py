@@ -56,7 +56,8 @@ def _pretraining(results: Path) -> list[list[str]]:
 
 def _glue(results: Path) -> list[list[str]]:
     for table in tables.make("1", results)[:1]:
-        records = [{**row, "average": 100 * row["average"]} for row in table.records]
+        complete = [row for row in table.records if row["average"] is not None]  # has all tasks
+        records = [{**row, "average": 100 * row["average"]} for row in complete]
         return [["GLUE, average of Table 1, % (recommended)", *_three(records, "average", ".1f")]]
     return []
 

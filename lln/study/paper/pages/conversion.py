@@ -33,6 +33,32 @@ def _table(found: list[Row]) -> str:
     return f"{markdown_table(names, lines)}\n\n{words}"
 
 
+def needles(results: Path) -> str:
+    """How often a sentence that stands so many tokens back is repeated exactly."""
+    found = [row for row in _rows(results) if row.get("needles")]
+    if not found:
+        return NOTHING_YET
+    distances = sorted(
+        {one["distance"] for row in found for one in row["needles"] if one["distance"]}
+    )
+    lines = []
+    for row in found:
+        for name, words in (("teacher", "softmax"), ("student", _words(row))):
+            own = {one["distance"]: one for one in row["needles"] if one["model"] == name}
+            cells = (
+                f"{100 * own[each]['exact']:.0f}" if each in own else "–" for each in distances
+            )
+            line = [f"{row['model']}, {words}", *cells]
+            lines += [line] if line not in lines else []
+    names = ["tokens back", *(f"{each:,}" for each in distances)]
+    first = found[0]["needles"][0]
+    words = (
+        f"Needles repeated exactly, %, {first['needles']} at each distance in {first['length']:,} "
+        f"tokens. ({origin_text(found)})"
+    )
+    return f"{markdown_table(names, lines)}\n\n{words}"
+
+
 def decoding(results: Path) -> str:
     """Time of a token and size of the cache against the tokens before it."""
     found = [row for row in _rows(results) if row.get("decode_cost")]
@@ -84,11 +110,13 @@ def _rows(results: Path) -> list[Row]:
 def _words(row: Row) -> str:
     kept = f", {len(row['kept'])} layers kept" if row["kept"] else ""
     maps = ", maps before rotation" if row["options"].get("before_rotation") else ""
+    maps += f", {row['near_keys']:,} near keys" if row["near_keys"] else ""
     return f"{row['attention']}{maps}, {row['recover_steps']} updates of recovery{kept}"
 
 
 BLOCKS: Blocks = {
     "conversion_best": best,
     "conversion_positions": positions,
+    "conversion_needles": needles,
     "conversion_decoding": decoding,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from lln.study.paper.pages.blocks import (
     origin,
     picture,
 )
-from lln.study.paper.results import origin_text, read
+from lln.study.paper.results import Mean, origin_text, read
 
 Row = dict[str, Any]
+WIDE = 256  # the block that the screen chose
+LONG = ("roberta-small", 15300, 512)  # recipe, updates and tokens of the long runs
 
 
 def concentration(results: Path) -> str:
@@ -112,43 +115,49 @@ def screen(results: Path) -> str:
 
 def longer(results: Path) -> str:
     """Losses of long pre-trainings: the best of the screen beside softmax and today's setting."""
-    folder = results / "near_far" / "long"
-    new = read(folder, "mlm") if folder.exists() else []
-    if not new:
+    rows = read(results, "mlm")
+    wide = [row for row in rows if _given(row).get("diag_block") == WIDE and _size(row) == LONG]
+    if not wide:
         return NOTHING_YET
-    size = _size(new[0])
-    rows = [*new, *(row for row in read(results, "mlm") if _size(row) == size)]
+    rows = [row for row in rows if _size(row) == _size(wide[0]) and _is_compared(row)]
     losses: dict[tuple[str, str], dict[int, list[float]]] = {}
     for row in rows:
-        given = dict(row["configuration"]["options"])
+        given = _given(row)
         conv = given.pop("conv", 0)
-        if row["mechanism"] == "softmax" or given.get("mix") == "learned":
-            form = _form(row["mechanism"], {"diag_block": 64, **given})
-            losses.setdefault(form, {}).setdefault(conv, []).append(row["loss"])
+        form = _form(row["mechanism"], {"diag_block": 64, **given})
+        losses.setdefault(form, {}).setdefault(conv, []).append(row["loss"])
     convs = sorted({conv for found in losses.values() for conv in found})
     lines = [
-        [form, reach, *(_mean(found.get(conv)) for conv in convs)]
+        [form, reach, *(_mean(found.get(conv, [])) for conv in convs)]
         for (form, reach), found in sorted(losses.items(), key=lambda entry: _order(entry[0]))
     ]
     names = ["branches", "near keys", *(f"conv {conv}" if conv else "no conv" for conv in convs)]
     words = (
-        f"Loss on held-out text after {new[0]['tokens'] / 1e6:.0f}M tokens, the same models; one "
-        f"seed unless a number of seeds is given. ({origin_text(rows)})"
+        f"Loss on held-out text after {wide[0]['tokens'] / 1e6:.0f}M tokens, the same models; one "
+        f"seed unless a number of seeds and a standard error are given. ({origin_text(rows)})"
     )
     return f"{markdown_table(names, lines)}\n\n{words}"
+
+
+def _given(row: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(row["configuration"]["options"])
 
 
 def _size(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What two pre-trainings must share to be compared."""
     given = row["configuration"]
-    return tuple(given.get(name) for name in ("recipe", "steps", "length", "batch_size", "width"))
+    return tuple(given.get(name) for name in ("recipe", "steps", "length"))
 
 
-def _mean(losses: Sequence[float] | None) -> str:
-    if not losses:
+def _is_compared(row: Mapping[str, Any]) -> bool:
+    return row["mechanism"] == "softmax" or _given(row).get("mix") == "learned"
+
+
+def _mean(losses: Sequence[float]) -> str:
+    mean = Mean.of(losses)
+    if mean is None:
         return "–"
-    mean = f"{sum(losses) / len(losses):.2f}"
-    return mean if len(losses) == 1 else f"{mean} ({len(losses)} seeds)"
+    return mean.text(3) + (f" ({mean.count} seeds)" if mean.count > 1 else "")
 
 
 def first_level(results: Path) -> str:
@@ -172,13 +181,18 @@ def _form(mechanism: str, options: dict[str, Any]) -> tuple[str, str]:
     block, overlap = options.get("diag_block", 128), options.get("diag_overlap", 0)
     reach = f"block of {block}" + (f", {overlap} on either side" if overlap else "")
     if mechanism == "lln_diag":
-        return "learned mix", reach
+        slots = options.get("slots")
+        return "learned mix" + (f", {slots} learned slots" if slots else ""), reach
     return f"one normaliser, far = {options.get('far', 'others')}", reach
 
 
-def _order(entry: tuple[str, str]) -> tuple[int, str, str]:
+def _order(entry: tuple[str, str]) -> tuple[int, list[int], str, str]:
+    """By form, then by its numbers: 64 slots before 128."""
+    form, reach = entry
     forms = ("softmax", "learned mix")
-    return forms.index(entry[0]) if entry[0] in forms else len(forms), *entry
+    first = form.split(",")[0]
+    place = forms.index(first) if first in forms else len(forms)
+    return place, [int(number) for number in re.findall(r"\d+", form)], form, reach
 
 
 BLOCKS: Blocks = {
