@@ -79,8 +79,8 @@ def test_the_text_comes_with_the_package():
 def test_a_wheel_has_an_excerpt_under_its_own_name(monkeypatch, tmp_path):
     bundled = lln.study.data.bundled
     whole = bundled.text()
-    packed = Path(bundled.__file__).with_name(f"{bundled.EXCERPT}.txt.xz").read_bytes()
-    (tmp_path / f"{bundled.EXCERPT}.txt.xz").write_bytes(packed)
+    packed = Path(bundled.__file__).with_name(f"{bundled.EXCERPT}.txt.bz2").read_bytes()
+    (tmp_path / f"{bundled.EXCERPT}.txt.bz2").write_bytes(packed)
     monkeypatch.setattr(bundled.resources, "files", lambda package: tmp_path)
     bundled.name.cache_clear()
     try:
@@ -108,7 +108,7 @@ def test_wheel_contains_code_data_types_template_and_nothing_else(tmp_path):
     assert packaged == source - {"lln/study/data/bundled/tinyshakespeare.txt.xz"}
     expected = {
         "lln/py.typed",
-        "lln/study/data/bundled/tinyshakespeare_excerpt.txt.xz",
+        "lln/study/data/bundled/tinyshakespeare_excerpt.txt.bz2",
         "lln/study/templates/page.html",
     }
     assert expected <= packaged
