@@ -22,8 +22,25 @@ def convert(
         int | None, typer.Option(min=8, help="Tokens; default 512, decoders 2,048.")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of an update.")] = 2,
-    transfer_steps: Annotated[int, typer.Option(min=0, help="Updates, layer by layer.")] = 300,
+    transfer_steps: Annotated[
+        int | None, typer.Option(min=0, help="Updates, layer by layer; default 300.")
+    ] = None,
+    transfer_rate: Annotated[
+        float | None, typer.Option(help="Highest learning rate of them; default 2e-2.")
+    ] = None,
     recover_steps: Annotated[int, typer.Option(min=0, help="Updates of all weights.")] = 100,
+    recover_rate: Annotated[
+        float | None,
+        typer.Option(help="Highest learning rate of them; default 2e-5, from scratch 5e-4."),
+    ] = None,
+    from_scratch: Annotated[
+        bool,
+        typer.Option(
+            "--from-scratch",
+            help="Forget the weights and draw them anew, for comparison: no transfer (it excludes "
+            "--transfer-steps), --recover-steps updates of all weights on the model's answers.",
+        ),
+    ] = False,
     keep: Annotated[str, typer.Option(help="Layers that keep softmax: 0, n, or auto.")] = "0",
     keep_heads: Annotated[
         str, typer.Option(help="Heads of other layers that keep softmax: 0, n, or auto.")
@@ -60,7 +77,8 @@ def convert(
     with plain_errors("lln convert"):
         kept, kept_heads = _keep("--keep", keep), _keep("--keep-heads", keep_heads)
         let_waiting_threads_sleep()
-        from lln.study.conversion.run import Settings, convert_and_judge, met
+        from lln.study.conversion.run import convert_and_judge, met
+        from lln.study.conversion.settings import Settings
 
         settings = Settings(
             model,
@@ -70,7 +88,7 @@ def convert(
             batch_size=batch_size,
             attention=attention,
             options=mechanism_options(option, "--set"),
-            transfer_steps=transfer_steps,
+            transfer_steps=_transfer_steps(transfer_steps, from_scratch),
             recover_steps=recover_steps,
             keep=kept,
             keep_heads=kept_heads,
@@ -82,6 +100,9 @@ def convert(
             device=device,
             precision=precision,
             seed=seed,
+            transfer_options=_rate(transfer_rate),
+            recover_options=_rate(recover_rate),
+            from_scratch=from_scratch,
         )
         found = convert_and_judge(settings, typer.echo)
         _show(found, out)
@@ -92,6 +113,17 @@ def convert(
                 err=True,
             )
             raise typer.Exit(1)
+
+
+def _transfer_steps(given: int | None, from_scratch: bool) -> int:
+    """As many as are given, which ``Settings`` refuses from scratch; usually 300, there none."""
+    if given is None:
+        return 0 if from_scratch else 300
+    return given
+
+
+def _rate(given: float | None) -> dict[str, Any]:
+    return {} if given is None else {"learning_rate": given}
 
 
 def _keep(name: str, text: str) -> int | str:

@@ -87,6 +87,7 @@ def convert(
     *,
     attention: str = "lln_nearfar",
     options: Mapping[str, Any] | None = None,
+    teacher: PreTrainedModel | None = None,
     calibration: int = 4,
     transfer_steps: int = 300,
     transfer_options: Mapping[str, Any] | None = None,
@@ -115,6 +116,10 @@ def convert(
             must be the same each time. Used in order, and again from the start if they run out.
         attention, options: See :func:`lln.hf.replace`; by default near/far attention with learned
             slots, see :func:`usual_options`. Given options change single ones.
+        teacher: Softmax model in evaluation mode whose answers are recovered, left as it is; by
+            default a frozen copy of ``model``. Beside another one ``model`` has weights of its own,
+            such as freshly drawn ones: pass ``transfer_steps=0`` then, as transfer imitates the
+            softmax of ``model``, and ``recover_options={"embeddings": True}``.
         calibration: Number of first batches from which α, β and γ are measured.
         transfer_steps, transfer_options: Updates, and arguments of :func:`lln.hf.transfer`.
         keep: How many of the worst layers keep softmax, by their error; a list of layers; or
@@ -130,7 +135,7 @@ def convert(
             otherwise, which should then not be reached.
         folder: Progress is written here; the same call again, with the model as it was at first,
             goes on where it was killed.
-        measure: Called with the model before anything is changed and after every stage.
+        measure: Called with the softmax model first, and with the changed one after every stage.
         progress: Called with the stage, updates done, updates in all, and error or loss.
 
     Example:
@@ -146,14 +151,18 @@ def convert(
             f"transfer_steps={transfer_steps}, recover_steps={recover_steps} must not be negative, "
             f"and calibration={calibration} at least 1"
         )
+    if teacher is model:
+        raise ValueError(
+            "teacher is the model that changes; leave it out, or pass copy.deepcopy(model)"
+        )
     chosen = options
     if attention == "lln_nearfar":
         chosen = usual_options(model, options)
-    teacher = copy_teacher(model) if recover_steps else None
+    wanted = copy_teacher(model) if teacher is None and recover_steps else teacher
     held = list(Cycle(batches, len(batches) - 4, 4) if held_out is None else held_out)
     stages: list[Row] = []
     clock = _Clock(stages, model, measure)
-    clock.done("softmax")
+    clock.done("softmax", of=teacher)
     replacement = replace(model, attention, quiet=True, **(chosen or {}))
     done = Conversion(model, replacement, dict(chosen or {}), stages=stages)
     if any(cores.calibration_of(core) is not None for core in model.modules()):
@@ -189,12 +198,12 @@ def convert(
         done.errors["keep"] = layer_errors(model, held)
     if done.kept or done.kept_heads:
         clock.done("keep")
-    if teacher is not None and replacement.active:
+    if recover_steps and wanted is not None and replacement.active:
         extra = dict(recover_options or {})
         used = recover_steps * extra.get("accumulation", 1)
         done.curves["recover"] = recover(
             model,
-            teacher,
+            wanted,
             Cycle(batches, calibration + transfer_steps, used),
             stage=_stage(folder, "recover"),
             progress=_told(progress, "recover", recover_steps),
@@ -277,10 +286,10 @@ class _Clock:
         self.stages, self.model, self.measure = stages, model, measure
         self.start = time.perf_counter()
 
-    def done(self, name: str) -> None:
+    def done(self, name: str, of: PreTrainedModel | None = None) -> None:
         seconds = time.perf_counter() - self.start
         with torch.no_grad():
-            found = self.measure(self.model) if self.measure is not None else {}
+            found = self.measure(of or self.model) if self.measure is not None else {}
         self.stages.append({"stage": name, "seconds": seconds, **found})
         self.start = time.perf_counter()
 

@@ -32,6 +32,7 @@ def recover(
     learning_rate: float = 2e-5,
     core_rate: float = 10.0,
     lora: int = 0,
+    embeddings: bool = False,
     near_dropout: float = 0.0,
     accumulation: int = 1,
     precision: torch.dtype | None = None,
@@ -44,8 +45,8 @@ def recover(
 
     Objectives: "logits" is KL(teacher ‖ model) over the vocabulary at every real token, for
     language models; "states" is ‖h − h*‖² / ‖h*‖² of the last token states and 3 (1 − cosine) of
-    their mean over the text, for encoders. Embeddings stay as they are. Gradients are averaged over
-    the processes of torch.distributed, where there are several.
+    their mean over the text, for encoders. Gradients are averaged over the processes of
+    torch.distributed, where there are several.
 
     Args:
         teacher: The softmax model, as it was before :func:`lln.hf.replace`.
@@ -55,6 +56,8 @@ def recover(
         core_rate: Factor of the rate for what is new: maps, levels, scales.
         lora: Rank of adapters (peft) of all linear layers, which learn in place of the weights and
             are merged at the end; 0 for all weights.
+        embeddings: Whether embeddings learn, too. A short recovery sees few of their rows, so that
+            they stay as they are; weights that were drawn anew need them.
         near_dropout: Share of the samples of a batch whose near branch is left out, so that the far
             branch is not bypassed.
         accumulation: Batches per update.
@@ -79,6 +82,11 @@ def recover(
             f"learning_rate={learning_rate}, accumulation={accumulation}, lora={lora}: give a "
             "positive rate, at least one batch per update, and a rank of at least 0"
         )
+    if lora and embeddings:
+        raise ValueError(
+            f"lora={lora} leaves all weights but its adapters alone, embeddings=True does not; "
+            "pass lora=0, or leave embeddings out"
+        )
     if not 0 <= near_dropout < 1:
         raise ValueError(f"near_dropout={near_dropout} is not a share in [0, 1)")
     cores = cores_of(model)
@@ -89,7 +97,7 @@ def recover(
         )
     count = -(-len(batches) // accumulation) if hasattr(batches, "__len__") else None  # type: ignore[arg-type]
     warmup = warmup if count is None else min(warmup, count // 10)
-    with _trainable(model, cores, lora, near_dropout) as named:
+    with _trainable(model, cores, lora, embeddings, near_dropout) as named:
         new = {name for name in named if ".lln." in name}
         groups = [
             {"params": [x for name, x in named.items() if (name in new) == own], "factor": factor}
@@ -178,7 +186,11 @@ def _states(out: Any) -> Tensor:
 
 @contextlib.contextmanager
 def _trainable(
-    model: PreTrainedModel, cores: Mapping[str, nn.Module], lora: int, near_dropout: float
+    model: PreTrainedModel,
+    cores: Mapping[str, nn.Module],
+    lora: int,
+    embeddings: bool,
+    near_dropout: float,
 ) -> Iterator[dict[str, nn.Parameter]]:
     """The parameters that learn, by name; afterwards mode, flags and gradients are as before."""
     training = [module for module in model.modules() if module.training]
@@ -197,7 +209,7 @@ def _trainable(
             x.requires_grad_(not lora)
         if lora:
             adapted = _adapt(model, lora)
-        else:
+        elif not embeddings:
             _freeze_embeddings(model)
         for core in cores.values():
             core.requires_grad_(True)

@@ -103,9 +103,10 @@ def _lede(found: Found) -> str:
     else:
         what = f"Perplexity {1 / found['agreement']:.3f} × that of the softmax model"
     near = f", at most {found['near_keys']} near keys a query" if found["near_keys"] else ""
+    begun = "; weights drawn anew, from scratch" if found.get("from_scratch") else ""
     return (
-        f"{what} on held-out text; {layers}{near}; {found['tokens']:,} tokens of conversion. "
-        "Every number on this page was measured by the run that wrote it."
+        f"{what} on held-out text; {layers}{near}{begun}; {found['tokens']:,} tokens of "
+        "conversion. Every number on this page was measured by the run that wrote it."
     )
 
 

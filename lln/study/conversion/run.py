@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import hashlib
 import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,11 @@ from lln.records.rows import number
 from lln.study.conversion import page
 from lln.study.conversion.cost import decode_cost, forward_cost
 from lln.study.conversion.judge import Judge, judge_of
+from lln.study.conversion.settings import Settings
 from lln.study.conversion.subject import (
     OnDevice,
     Subject,
+    drawn_anew,
     find_texts,
     load_subject,
     training_batches,
@@ -42,54 +42,6 @@ CALIBRATION = 4  # batches from which α, β and γ are measured
 TRANSFER_PASSES, RECOVER_PASSES = 2.0, 5.0
 SHORTEST, LONGEST_ON_CPU, LONGEST_ON_GPU = 128, 4096, 32768  # tokens at which cost is measured
 CURVE_POINTS = 400
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What ``lln convert`` was asked for.
-
-    Attributes:
-        model: Folder of a softmax model.
-        data: Text to learn from: a file, or a folder with files per split.
-        out: Folder of the converted model and its report.
-        length: Tokens of a sequence; default 512 for encoders, 2,048 for decoders.
-        options: Of the attention; they change single ones of :func:`lln.hf.convert`.
-        keep: How many layers keep softmax, or "auto" within ``budget``.
-        keep_heads: How many heads of the other layers do, or "auto" within what is left of it.
-        held_out: File of text to be judged by; default the files for validation, or the end.
-        judge_articles: Held-out articles that judge.
-        cost_length: Most tokens at which time and memory are measured; 0 for not at all.
-        results: Folder whose conversion.jsonl gets a row.
-    """
-
-    model: Path
-    data: Path
-    out: Path
-    length: int | None = None
-    batch_size: int = 2
-    attention: str = "lln_nearfar"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    transfer_steps: int = 300
-    recover_steps: int = 100
-    keep: int | str = 0
-    keep_heads: int | str = 0
-    budget: float = 1.25
-    held_out: Path | None = None
-    judge_articles: int = 200
-    cost_length: int | None = None
-    results: Path | None = None
-    device: str | None = None
-    precision: str = "fp32"
-    seed: int = 0
-    transfer_options: Mapping[str, Any] = field(default_factory=dict)
-    recover_options: Mapping[str, Any] = field(default_factory=dict)
-
-    def decisive(self) -> Row:
-        """Those that decide the weights and how they are judged, as JSON holds them."""
-        fields = dataclasses.asdict(self)
-        for name in ("out", "results", "cost_length", "device"):
-            del fields[name]
-        return json.loads(json.dumps(fields, default=str))
 
 
 def convert_and_judge(settings: Settings, say: Callable[[str], None] = print) -> Row:
@@ -170,10 +122,12 @@ def _tell(
     used = (CALIBRATION + settings.transfer_steps + settings.recover_steps) * settings.batch_size
     again = len(batches.batches.sequences)
     epochs = f", {used / again:.1f} times the text" if again < used else ""
+    anew = ", drawn anew" if settings.from_scratch else ""
     say(
         f"{subject.name} ({type(subject.model).__name__}, "
-        f"{subject.model.num_parameters():,} parameters): {settings.transfer_steps:,} updates of "
-        f"transfer and {settings.recover_steps:,} of recovery, {used * length:,} tokens{epochs}; "
+        f"{subject.model.num_parameters():,} parameters{anew}): {settings.transfer_steps:,} "
+        f"updates of transfer and {settings.recover_steps:,} of recovery, "
+        f"{used * length:,} tokens{epochs}; "
         f"about {duration(learning)} on this machine, and {duration(judging)} to judge"
         + ("; goes on where it was interrupted" if resumed else "")
     )
@@ -197,10 +151,13 @@ def _convert(
 
     precision = PRECISIONS[settings.precision]
     torch.manual_seed(settings.seed)
+    scratch = settings.from_scratch
+    recover_options = {"precision": precision, **settings.recover_options}
     try:
         return lln.hf.convert(
-            subject.model,
+            drawn_anew(subject.model) if scratch else subject.model,
             batches,
+            teacher=judge.teacher if scratch else None,
             attention=settings.attention,
             options=settings.options,
             calibration=CALIBRATION,
@@ -214,7 +171,7 @@ def _convert(
             keep_heads=settings.keep_heads,
             budget=settings.budget,
             recover_steps=settings.recover_steps,
-            recover_options={"precision": precision, **settings.recover_options},
+            recover_options={"embeddings": True, **recover_options} if scratch else recover_options,
             held_out=apart,
             folder=unfinished.folder,
             measure=unfinished.once(judge.measure),
@@ -259,6 +216,7 @@ def _findings(
         },
         "curves": {name: curve(rows) for name, rows in done.curves.items()},
         "settings": settings.decisive(),
+        **({"from_scratch": True} if settings.from_scratch else {}),
     }
 
 

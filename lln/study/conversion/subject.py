@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -104,6 +105,12 @@ def load_subject(folder: Path, device: str) -> Subject:
     tokenizer = load_tokenizer(folder)
     longest, table = _positions(model)
     return Subject(model.to(device), tokenizer, folder.absolute().name, auto_class, longest, table)
+
+
+def drawn_anew(model: Any) -> Any:
+    """A model of the same kind with weights as its class draws them, from torch's seed."""
+    fresh = type(model)(copy.deepcopy(model.config))
+    return fresh.to(device=model.device, dtype=model.dtype).eval()
 
 
 def _auto_class(folder: Path) -> str:

@@ -103,9 +103,9 @@ class Unfinished:
 
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) -> None:
-    for name in now:
-        if before.get(name) != now[name]:
+    for name in {**before, **now}:
+        if before.get(name) != now.get(name):
             raise ValueError(
                 f"{out} has a conversion that was begun with {name}={before.get(name)}, not "
-                f"{now[name]}; go on with that, remove {out / PROGRESS}, or pass another --out"
+                f"{now.get(name)}; go on with that, remove {out / PROGRESS}, or pass another --out"
             )

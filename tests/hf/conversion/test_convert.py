@@ -258,6 +258,30 @@ def test_maps_of_a_decoder_see_what_is_not_rotated_where_that_can_be_had():
         assert not found.get("before_rotation") and found["center_keys"], (model, given)
 
 
+def test_another_teacher_is_imitated_and_left_alone():
+    teacher, model = loud("bert", "AutoModel"), make("bert", head="AutoModel")
+    with torch.no_grad():
+        for x in model.parameters():
+            x.add_(0.05 * torch.randn_like(x))
+    before = {name: x.clone() for name, x in teacher.state_dict().items()}
+    seen, data = [], batches(2)
+    wanted = teacher(**data[0]).last_hidden_state.detach()
+
+    def measure(own):
+        seen.append(own)
+        return {"gap": (own(**data[0]).last_hidden_state - wanted).norm().item()}
+
+    done = lln.hf.convert(
+        model, data, options=SMALL, teacher=teacher, calibration=2, transfer_steps=0,
+        recover_steps=30, recover_options={"learning_rate": 1e-3, "embeddings": True},
+        measure=measure,
+    )  # fmt: skip
+    assert seen == [teacher, model, model]
+    softmax, start, end = (row["gap"] for row in done.stages)
+    assert softmax == 0 and end < 0.9 * start
+    assert all(x.equal(before[name]) for name, x in teacher.state_dict().items())
+
+
 def test_batches_are_used_in_turn():
     assert list(Cycle([{"i": n} for n in range(3)], 2, 4)) == [{"i": n} for n in (2, 0, 1, 2)]
 
@@ -291,3 +315,5 @@ def test_bad_requests_say_what_to_do():
         lln.hf.convert(make("bert"), [])
     with pytest.raises(ValueError, match="transfer_steps=-1"):
         lln.hf.convert(make("bert"), batches(1), transfer_steps=-1)
+    with pytest.raises(ValueError, match="teacher is the model that changes"):
+        lln.hf.convert(model := make("bert"), batches(1), teacher=model)

@@ -53,6 +53,16 @@ def test_the_answers_come_closer(family, head, lora):
     assert set(before) == {name for name, _ in model.named_parameters()}
 
 
+def test_embeddings_learn_when_asked():
+    teacher, model = pair("bert", "AutoModel")
+    before = {name: x.detach().clone() for name, x in model.named_parameters()}
+    lln.hf.recover(model, teacher, batches(1), embeddings=True)
+    changed = {name for name, x in model.named_parameters() if not x.equal(before[name])}
+    assert any("word_embeddings" in name for name in changed)
+    with pytest.raises(ValueError, match="lora=4 leaves all weights but its adapters alone"):
+        lln.hf.recover(model, teacher, batches(1), embeddings=True, lora=4)
+
+
 def test_accumulated_batches_are_one_update():
     found = []
     for size, accumulation in ((1, 2), (2, 1)):

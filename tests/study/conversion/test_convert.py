@@ -17,7 +17,8 @@ import lln.hf
 from lln.cli import app as cli
 from lln.records.rows import read_rows
 from lln.study.conversion import needles, run, subject, unfinished
-from lln.study.conversion.run import Settings, convert_and_judge
+from lln.study.conversion.run import convert_and_judge
+from lln.study.conversion.settings import Settings
 from tests.hf.conversion.loud import loud
 from tests.hf.tiny import make
 from tests.study.conversion.tiny_text import article, tokenizer_of

@@ -79,7 +79,7 @@ def decoding(results: Path) -> str:
 
 def best(results: Path) -> str:
     """The best conversion of every model with nothing kept, and with a few layers or heads kept."""
-    ours = [row for row in _rows(results) if row["attention"] == "lln_nearfar" and _is_learned(row)]
+    ours = [row for row in _rows(results) if _is_ours(row)]
     groups = grouped(ours, lambda row: (row["model"], kept(row)))
     found = [max(own, key=lambda row: row["agreement"]) for own in groups.values()]
     if not found:
@@ -92,8 +92,9 @@ def best(results: Path) -> str:
     return markdown_table(names, lines)
 
 
-def _is_learned(row: Row) -> bool:
-    return row["options"].get("feature_map") == "learned"
+def _is_ours(row: Row) -> bool:
+    learned = row["options"].get("feature_map") == "learned"
+    return row["attention"] == "lln_nearfar" and learned and not row.get("from_scratch")
 
 
 def _score(row: Row) -> tuple[str, str]:

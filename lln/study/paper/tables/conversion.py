@@ -103,9 +103,11 @@ def kept(row: Row) -> str:
 def _name(row: Row) -> str:
     given = row["configuration"].get("options") or {}
     kind = given.get("feature_map", "learned")
-    words = [] if kind == "learned" else [f"{kind} maps"]
+    words = ["from scratch"] if row.get("from_scratch") else []
+    words += [] if kind == "learned" else [f"{kind} maps"]
     words += [f"slots {given['slots']}"] if "slots" in given else []
     words += ["before rotation"] if given.get("before_rotation") else []
+    words += ["learned mix"] if given.get("mix") == "learned" else []
     learned = row["configuration"].get("recover_options") or {}
     if row["recover_steps"] and "learning_rate" in learned:
         words.append(f"recovered at {learned['learning_rate']:g}")
