@@ -14,10 +14,12 @@ from lln.hf.cores import calibration_of, quantities
 from lln.hf.replace import record, replacements_of
 from lln.hf.rotation import Rotation
 from lln.moments import MomentFit
+from lln.moments.output_levels import OutputTerms
 from lln.nn.levels import mean_key
 from lln.nn.stored import mean_of_finite
 
 ACTIVATIONS = ("softmax", "lln")
+LEVELS = ("output", "share")
 ORDER = ("center", "variances", "level")
 
 
@@ -40,6 +42,7 @@ class Average:
         core: Any,
         q: Tensor,
         k: Tensor,
+        v: Tensor,
         key_mask: Tensor | None,
         query_mask: Tensor | None,
         rotation: Rotation | None = None,
@@ -64,10 +67,9 @@ class Average:
             k = k - core.center(k, key_mask, is_causal=core.causal)
         if self.quantity == "variances":
             return core.statistics.matching.pooled_variances(q, k, **masks)
-        alpha, beta = (x.expand(len(q), -1) for x in core.scales())
-        far = core.far_inputs(q, k, rotation)
-        options = {"alpha": alpha, "beta": beta, "is_causal": core.causal, **masks}
-        return mean_of_finite(core.level.measure(q, k, q_far=far[0], k_far=far[1], **options))
+        return mean_of_finite(
+            core.level.measure(q, k, **_level_options(core, q, k, masks, rotation))
+        )
 
     @torch.no_grad()
     def store(self, core: Any) -> None:
@@ -86,6 +88,50 @@ class Average:
             core.statistics.store_variances_(mean)
 
 
+class OutputLevel(Average):
+    """γ of a layer by which its output is closest to that of softmax, over all batches."""
+
+    def __init__(self, *, stay_softmax: bool) -> None:
+        super().__init__("level", stay_softmax=stay_softmax)
+        self.terms: list[OutputTerms] = []
+
+    def measure(
+        self,
+        core: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
+        rotation: Rotation | None = None,
+    ) -> bool:
+        """Add a batch; returns whether the layer answers with softmax meanwhile."""
+        if core.center is not None:
+            k = k - core.center(k, key_mask, is_causal=core.causal)
+        masks = {"key_mask": key_mask, "query_mask": query_mask}
+        options = _level_options(core, q, k, masks, rotation)
+        self.terms.append(core.level.output_terms(q, k, v, **options).to_cpu())
+        if not self.stay_softmax:
+            self.store(core)
+        return self.stay_softmax
+
+    @torch.no_grad()
+    def store(self, core: Any) -> None:
+        """Make what was measured a constant of the layer."""
+        found = OutputTerms.join(self.terms)
+        core.level.stored.calibrate_("gamma", found.level().float()[None])
+
+
+def _level_options(
+    core: Any, q: Tensor, k: Tensor, masks: Mapping[str, Tensor | None], rotation: Rotation | None
+) -> dict[str, Any]:
+    """What a level is measured with, beside q and k."""
+    alpha, beta = (x.expand(len(q), -1) for x in core.scales())
+    q_far, k_far = core.far_inputs(q, k, rotation)
+    scales = {"alpha": alpha, "beta": beta, "q_far": q_far, "k_far": k_far}
+    return {**scales, "is_causal": core.causal, **masks}
+
+
 @torch.no_grad()
 def calibrate(
     model: nn.Module,
@@ -93,6 +139,7 @@ def calibrate(
     *,
     method: str | MomentFit | None = None,
     activations: str = "softmax",
+    level: str = "output",
 ) -> nn.Module:
     """Set α and β of every LLN layer, per head, from the activations of real inputs.
 
@@ -105,6 +152,9 @@ def calibrate(
         method: "paper", "variance", "entropy" or a fitted line; as given to ``replace`` by default.
         activations: Those of the model with "softmax" attention in the LLN layers, which trained
             weights know, or those with "lln", each layer already using what was measured so far.
+        level: γ of ``mix="joint"``: "output" brings the output of every head closest to that of
+            softmax (:func:`lln.moments.match_output_level`), "share" gives its near keys the share
+            of softmax (:func:`lln.moments.match_level`).
 
     Returns:
         The model. Its mode, gradients and random state are left alone; running statistics count
@@ -115,6 +165,8 @@ def calibrate(
     """
     if activations not in ACTIVATIONS:
         raise ValueError(f"activations={activations!r} is unknown; choose 'softmax' or 'lln'")
+    if level not in LEVELS:
+        raise ValueError(f"level={level!r} is unknown; choose 'output' or 'share'")
     layers: list[Any] = [core for core in model.modules() if calibration_of(core) is not None]
     stored = [core for core in layers if core.calibration.kind != "sample"]
     if not stored:
@@ -142,7 +194,7 @@ def calibrate(
         for quantity in passes:
             measured = [core for core in stored if quantity in wanted[id(core)]]
             for core in measured:
-                core.calibration.average = Average(quantity, stay_softmax=activations == "softmax")
+                core.calibration.average = _average(quantity, level, activations == "softmax")
             for batch in batches:
                 model(**batch)
                 count += 1
@@ -165,6 +217,12 @@ def calibrate(
     if method is not None:
         _remember_method(model, method)
     return model
+
+
+def _average(quantity: str, level: str, stay_softmax: bool) -> Average:
+    if quantity == "level" and level == "output":
+        return OutputLevel(stay_softmax=stay_softmax)
+    return Average(quantity, stay_softmax=stay_softmax)
 
 
 def _set_method(core: Any, method: str | MomentFit) -> None:

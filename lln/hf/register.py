@@ -270,7 +270,7 @@ def _measure(
         calibration.check(core)
         return None
     query_mask = None if key_mask is None else key_mask[:, -q.shape[2] :]
-    if not calibration.average.measure(core, q, k, key_mask, query_mask, rotation):
+    if not calibration.average.measure(core, q, k, v, key_mask, query_mask, rotation):
         return None
     options = {"key_mask": key_mask, "is_causal": is_causal}
     return softmax_attention(q, k, v, **options, scale=q.shape[-1] ** -0.5)

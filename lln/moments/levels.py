@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lln.moments.features import log_products
@@ -63,6 +65,65 @@ def match_level(
     """
     if q.shape[2] == 0 or k.shape[2] == 0:
         return q.new_zeros(q.shape[:2], dtype=compute_dtype(q, k))
+    found = scores_of_rows(
+        q, k, alpha=alpha, beta=beta, block=block, overlap=overlap, sinks=sinks, scale=scale,
+        q_far=q_far, k_far=k_far, key_mask=key_mask, query_mask=query_mask, is_causal=is_causal,
+        normalize_keys=normalize_keys, rows=rows,
+    )  # fmt: skip
+    near, far, linear = found.logs()
+    return solve_share(near, far, linear, found.counted(far, linear))
+
+
+@dataclass(frozen=True)
+class RowScores:
+    """Scores of some queries against all keys, by softmax and by LLN, and which keys are near.
+
+    Attributes:
+        index: The queries.
+        real: Which of them count; None is all.
+    """
+
+    exact: Float[Tensor, "B H r M"]
+    linear: Float[Tensor, "B H r M"]
+    near: Bool[Tensor, "#B 1 r M"]
+    far: Bool[Tensor, "#B 1 r M"]
+    index: Int[Tensor, "#B r"]
+    real: Bool[Tensor, "B r"] | None
+
+    def logs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """logsumexp ``[B, H, r]`` of softmax over near and over far keys, and of LLN over far."""
+        near, far, linear = (
+            x.masked_fill(~field, -torch.inf).logsumexp(-1)
+            for x, field in ((self.exact, self.near), (self.exact, self.far),
+                             (self.linear, self.far))
+        )  # fmt: skip
+        return near, far, linear
+
+    def counted(self, far: Tensor, linear: Tensor) -> Bool[Tensor, "B H r"]:
+        """Which queries have far keys, of finite logarithms."""
+        known = self.far.any(-1) & far.isfinite() & linear.isfinite()
+        return known if self.real is None else known & self.real[:, None]
+
+
+def scores_of_rows(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B Hkv M D"],
+    *,
+    alpha: Float[Tensor, "B H"],
+    beta: Float[Tensor, "B Hkv"],
+    block: int,
+    overlap: int = 0,
+    sinks: int = 0,
+    scale: float | None = None,
+    q_far: Float[Tensor, "B H N S"] | None = None,
+    k_far: Float[Tensor, "B Hkv M S"] | None = None,
+    key_mask: Bool[Tensor, "B M"] | None = None,
+    query_mask: Bool[Tensor, "B N"] | None = None,
+    is_causal: bool = False,
+    normalize_keys: bool = False,
+    rows: int = ROWS,
+) -> RowScores:
+    """Scores of ``rows`` evenly spaced queries; arguments are those of :func:`match_level`."""
     dtype, heads = compute_dtype(q, k), q.shape[1]
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
     q_far, k_far = q if q_far is None else q_far, k if k_far is None else k_far
@@ -88,17 +149,11 @@ def match_level(
             features = torch.log_softmax(features, dim=-1)
         queries = some(q_far) * alpha.to(dtype)[..., None, None]
         linear = log_products(queries, features)
-        near_sum, far_sum, linear_sum = (
-            x.masked_fill(~field, -torch.inf).logsumexp(-1)
-            for x, field in ((exact, near), (exact, far), (linear, far))
-        )
-    counted = far.any(-1) & far_sum.isfinite() & linear_sum.isfinite()
-    if query_mask is not None:
-        counted = counted & query_mask.gather(1, index)[:, None]
-    return _solve(near_sum, far_sum, linear_sum, counted)
+    real = None if query_mask is None else query_mask.gather(1, index)
+    return RowScores(exact, linear, near, far, index, real)
 
 
-def _solve(near: Tensor, far: Tensor, linear: Tensor, counted: Tensor) -> Float[Tensor, "B H"]:
+def solve_share(near: Tensor, far: Tensor, linear: Tensor, counted: Tensor) -> Float[Tensor, "B H"]:
     """γ from the three logarithms ``[B, H, r]`` of the queries that count; 0 without any."""
     hidden, above = ~counted, near - linear
     wanted_by_each = far - linear

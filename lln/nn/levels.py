@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lln.moments.levels import match_level
+from lln.moments.output_levels import OutputTerms, output_terms
 from lln.nn.feature_maps import LOG_FEATURES, mean_feature
 from lln.nn.statistics import Statistics
 from lln.nn.stored import Stored, mean_of_finite, per_head
@@ -45,7 +46,7 @@ class Level(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.scale, self.matching = local.scale, statistics.matching
+        self.scale, self.far, self.matching = local.scale, local.far, statistics.matching
         self.window = {"block": local.block, "overlap": local.overlap, "sinks": local.sinks}
         heads = self.matching.num_heads
         self.stored = None
@@ -110,9 +111,15 @@ class Level(nn.Module):
 
     def measure(self, q: Tensor, k: Tensor, **options: Any) -> Float[Tensor, "B H"]:
         """γ of each sample; options are those of :func:`lln.moments.levels.match_level`."""
+        return match_level(q, k, **self._field(), **options)
+
+    def output_terms(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> OutputTerms:
+        """What γ for the closest output follows from; options as in :meth:`measure`."""
+        return output_terms(q, k, v, far=self.far or "others", **self._field(), **options)
+
+    def _field(self) -> dict[str, Any]:
         normalize = self.matching.normalize_keys
-        window = {"scale": self.scale, **self.window}
-        return match_level(q, k, **window, normalize_keys=normalize, **options)
+        return {"scale": self.scale, **self.window, "normalize_keys": normalize}
 
     def calibrate_(self, q: Tensor, k: Tensor, **options: Any) -> None:
         """Store what these tensors measure."""
