@@ -140,7 +140,9 @@ def match_output_level(
     spoil. Its error over the queries looked at is at most that of the other one.
 
     Args:
-        q, k, v: Of any number of samples.
+        q: Queries ``[B, H, N, D]``, any floating dtype.
+        k: Keys ``[B, Hkv, M, D]``.
+        v: Values ``[B, Hkv, M, E]``.
         options: ``far`` and those of :func:`lln.moments.match_level`.
 
     Example:
