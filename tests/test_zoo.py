@@ -444,15 +444,18 @@ def test_what_is_recommended_is_what_was_measured():
     assert module(x, x, x)[0].shape == x.shape
     root = Path(__file__).resolve().parents[1]
     rows = [json.loads(line) for line in (root / "results" / "mlm.jsonl").read_text().splitlines()]
-    ours = {
-        row["configuration"]["length"]: row["loss"]
-        for row in rows
-        if row["configuration"]["options"] == lln.nn.RECOMMENDED
-    }
+    losses: dict[str, dict[int, list[float]]] = {}
+    for row in rows:
+        if row["mechanism"] == "lln_diag":
+            given, length = row["configuration"]["options"], row["configuration"]["length"]
+            losses.setdefault(_text(given), {}).setdefault(length, []).append(row["loss"])
+    # of what was measured on short and on long texts alike, the lowest mean over seeds on both
+    tried = {name: found for name, found in losses.items() if {512, 8192} <= set(found)}
+    assert len(tried) > 1
     for length in (512, 8192):
-        others = [
-            row["loss"]
-            for row in rows
-            if (row["mechanism"], row["configuration"]["length"]) == ("lln_diag", length)
-        ]
-        assert ours[length] == min(others)
+        means = {name: sum(found[length]) / len(found[length]) for name, found in tried.items()}
+        assert min(means, key=lambda name: means[name]) == _text(dict(lln.nn.RECOMMENDED))
+
+
+def _text(options: dict) -> str:
+    return json.dumps(options, sort_keys=True)

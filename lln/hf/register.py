@@ -37,6 +37,7 @@ REFUSED = {
     "sliding_window": "a sliding window",
     "softcap": "a cap on the scores",
     "s_aux": "attention sinks",
+    "sinks": "attention sinks",
     "position_bias": "a bias per query-key pair",
     "indices": "chosen keys for every query",
     "block_indices": "chosen blocks of keys for every query",
@@ -44,7 +45,7 @@ REFUSED = {
     "block_table": "a paged cache",
 }
 # Of these, what transformers' own function for softmax layers would leave out without a word.
-LEFT_OUT_BY_SDPA = ("s_aux", "indices", "block_indices")
+LEFT_OUT_BY_SDPA = ("s_aux", "sinks", "indices", "block_indices")
 # Others that models hand on: they say nothing that the mask and the tensors do not say.
 HARMLESS = {
     *("query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal"),

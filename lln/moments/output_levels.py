@@ -59,9 +59,8 @@ class OutputTerms:
         hidden = ~self.counted
         if bool(hidden.all()):
             return self.near.new_zeros(len(self.near))
-        logs = (x[None] for x in (self.near, self.far, self.linear))
         has_far = self.counted & self.far.isfinite()
-        matched = solve_share(*logs, has_far[None])[0]
+        matched = solve_share(self.near[None], self.far[None], self.linear[None], has_far[None])[0]
         slope, square = (x.masked_fill(hidden, 0) for x in (self.slope, self.square))
         above = (self.near - self.linear).masked_fill(hidden, 0)
         offsets = torch.arange(-FARTHEST, FARTHEST + STEP / 2, STEP, dtype=above.dtype)
@@ -92,7 +91,7 @@ def output_terms(
     """
     if q.shape[2] == 0 or k.shape[2] == 0:
         nothing = q.new_zeros(q.shape[1], 0, dtype=compute_dtype(q, k))
-        return OutputTerms(*5 * (nothing,), nothing.bool())
+        return OutputTerms(nothing, nothing, nothing, nothing, nothing, nothing.bool())
     found = scores_of_rows(q, k, key_mask=key_mask, **options)
     near, distant, linear = found.logs()
     counted = found.counted(distant, linear)

@@ -167,7 +167,9 @@ def test_layers_that_attend_to_the_keys_of_another_generate():
     out = model.generate(text(2, 9), **GREEDY, return_dict_in_generate=True)
     assert torch.equal(out.sequences, model.generate(text(2, 9), **GREEDY, use_cache=False))
     cache = out.past_key_values
-    assert [isinstance(layer, lln.hf.StateLayer) for layer in cache.layers] == [True, False]
+    # transformers 5.23 has cache layers, which stay empty, for those without keys, too
+    states = [isinstance(layer, lln.hf.StateLayer) for layer in cache.layers]
+    assert states[:2] == [True, False] and not any(states[2:])
     cache.layers[1] = lln.hf.StateLayer()
     cache.reset()
     with pytest.raises(ValueError, match=r"layer 2 .* keys of another layer"):

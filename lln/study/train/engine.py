@@ -305,7 +305,9 @@ def _checkpoint_activations(model: Any) -> None:
             f"checkpointing=True is not possible: {type(model).__name__} has no "
             "gradient_checkpointing_enable(); leave it out"
         )
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    # its name since transformers 5.23; other modules may have the old one
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
 
 
 def _is_sharded(value: Tensor) -> bool:
