@@ -23,6 +23,36 @@ LEVELS = ("output", "share")
 ORDER = ("center", "variances", "level")
 
 
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """Queries, keys and values of one call of a layer; masks are True at real tokens."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    query_mask: Tensor | None
+    rotation: Rotation | None
+
+    @property
+    def masks(self) -> dict[str, Tensor | None]:
+        return {"key_mask": self.key_mask, "query_mask": self.query_mask}
+
+    def centered(self, core: Any) -> Seen:
+        """The same without the mean of the keys, where the core subtracts it."""
+        if core.center is None:
+            return self
+        mean = core.center(self.k, self.key_mask, is_causal=core.causal)
+        return dataclasses.replace(self, k=self.k - mean)
+
+    def level_options(self, core: Any) -> dict[str, Any]:
+        """What a level is measured with, beside queries, keys and values."""
+        alpha, beta = (x.expand(len(self.q), -1) for x in core.scales())
+        q_far, k_far = core.far_inputs(self.q, self.k, self.rotation)
+        scales = {"alpha": alpha, "beta": beta, "q_far": q_far, "k_far": k_far}
+        return {**scales, "is_causal": core.causal, **self.masks}
+
+
 class Average:
     """One quantity of a layer's queries and keys, averaged over tokens and batches.
 
@@ -37,39 +67,29 @@ class Average:
         self.total: Tensor | None = None
         self.tokens = 0.0
 
-    def measure(
-        self,
-        core: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        rotation: Rotation | None = None,
-    ) -> bool:
-        """Add a batch; returns whether the layer answers with softmax meanwhile."""
-        found = self._of_batch(core, q, k, key_mask, query_mask, rotation)
-        found = found.cpu().double()  # not every device has float64
-        tokens = k.shape[0] * k.shape[2] if key_mask is None else int(key_mask.sum())
-        if bool(found.isfinite().all()):
-            total = found * tokens
-            self.total = total if self.total is None else self.total + total
-            self.tokens += tokens
+    def measure(self, core: Any, *seen: Any) -> bool:
+        """Add a batch, what :class:`Seen` holds; returns whether softmax answers meanwhile."""
+        self._add(core, Seen(*seen))
         if not self.stay_softmax:
             self.store(core)
         return self.stay_softmax
 
-    def _of_batch(self, core: Any, q, k, key_mask, query_mask, rotation) -> Tensor:
+    def _add(self, core: Any, seen: Seen) -> None:
+        found = self._of_batch(core, seen).cpu().double()  # not every device has float64
+        k, mask = seen.k, seen.key_mask
+        tokens = k.shape[0] * k.shape[2] if mask is None else int(mask.sum())
+        if bool(found.isfinite().all()):
+            total = found * tokens
+            self.total = total if self.total is None else self.total + total
+            self.tokens += tokens
+
+    def _of_batch(self, core: Any, seen: Seen) -> Tensor:
         if self.quantity == "center":
-            return mean_of_finite(mean_key(k, key_mask))
-        masks = {"key_mask": key_mask, "query_mask": query_mask}
-        if core.center is not None:
-            k = k - core.center(k, key_mask, is_causal=core.causal)
+            return mean_of_finite(mean_key(seen.k, seen.key_mask))
+        seen = seen.centered(core)
         if self.quantity == "variances":
-            return core.statistics.matching.pooled_variances(q, k, **masks)
-        return mean_of_finite(
-            core.level.measure(q, k, **_level_options(core, q, k, masks, rotation))
-        )
+            return core.statistics.matching.pooled_variances(seen.q, seen.k, **seen.masks)
+        return mean_of_finite(core.level.measure(seen.q, seen.k, **seen.level_options(core)))
 
     @torch.no_grad()
     def store(self, core: Any) -> None:
@@ -95,41 +115,16 @@ class OutputLevel(Average):
         super().__init__("level", stay_softmax=stay_softmax)
         self.terms: list[OutputTerms] = []
 
-    def measure(
-        self,
-        core: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        rotation: Rotation | None = None,
-    ) -> bool:
-        """Add a batch; returns whether the layer answers with softmax meanwhile."""
-        if core.center is not None:
-            k = k - core.center(k, key_mask, is_causal=core.causal)
-        masks = {"key_mask": key_mask, "query_mask": query_mask}
-        options = _level_options(core, q, k, masks, rotation)
-        self.terms.append(core.level.output_terms(q, k, v, **options).to_cpu())
-        if not self.stay_softmax:
-            self.store(core)
-        return self.stay_softmax
+    def _add(self, core: Any, seen: Seen) -> None:
+        seen = seen.centered(core)
+        found = core.level.output_terms(seen.q, seen.k, seen.v, **seen.level_options(core))
+        self.terms.append(found.to_cpu())
 
     @torch.no_grad()
     def store(self, core: Any) -> None:
         """Make what was measured a constant of the layer."""
         found = OutputTerms.join(self.terms)
         core.level.stored.calibrate_("gamma", found.level().float()[None])
-
-
-def _level_options(
-    core: Any, q: Tensor, k: Tensor, masks: Mapping[str, Tensor | None], rotation: Rotation | None
-) -> dict[str, Any]:
-    """What a level is measured with, beside q and k."""
-    alpha, beta = (x.expand(len(q), -1) for x in core.scales())
-    q_far, k_far = core.far_inputs(q, k, rotation)
-    scales = {"alpha": alpha, "beta": beta, "q_far": q_far, "k_far": k_far}
-    return {**scales, "is_causal": core.causal, **masks}
 
 
 @torch.no_grad()
