@@ -120,6 +120,7 @@ def test_presets_have_versions_that_never_change():
     """A new winner gets a new number: these are the ones that models were saved with."""
     first = {"method": "entropy", "mix": "learned", "diag_block": 128, "conv": 33}
     assert recommended("encoder", version=1) == first == dict(RECOMMENDED)
+    assert recommended("encoder", version=2) == {**first, "diag_block": 256}
     shared = {"diag_block": 128, "feature_map": "learned", "learn_scale": True, "sharpness": 0.6}
     shared |= {"statistics": "fixed", "method": "entropy"}
     assert recommended("convert-encoder", version=1) == {**shared, "center_keys": True}
@@ -135,7 +136,7 @@ def test_presets_have_versions_that_never_change():
 
 def test_a_preset_is_a_copy_and_unknown_ones_are_named():
     recommended()["diag_block"] = 1
-    assert recommended()["diag_block"] == 128
+    assert recommended()["diag_block"] == 256
     with pytest.raises(ValueError, match=r"task='encodr' is unknown; did you mean 'encoder'\?"):
         recommended("encodr")
     with pytest.raises(ValueError, match="version=7 of the preset 'encoder' is unknown; there is"):

@@ -101,3 +101,31 @@ def test_needles_by_distance(tmp_path):
     assert lines[3] == "| small, lln_nearfar, 20 near keys, 3 updates of recovery | 75 | – |"
     assert "8 at each distance in 64 tokens" in lines[-1]
     assert conversion.needles(tmp_path / "none") == NOTHING_YET
+
+
+def test_a_converted_model_is_fine_tuned_beside_the_one_it_comes_from(tmp_path):
+    def row(task, number, score, **before):
+        own = {"task": task, "pretrained": before, "options": {}}
+        name = json.dumps([own, score])
+        return {
+            "subject": "glue", "mechanism": "m", "digest": name, "seed": number, "score": score,
+            "configuration": own, **ABOUT,
+        }  # fmt: skip
+
+    teacher = {"attention": "softmax", **conversion.TEACHER}
+    write(
+        tmp_path,
+        "glue",
+        [
+            row("sst2", 0, 0.8, **teacher), row("sst2", 1, 0.7, **teacher),
+            row("cola", 0, 0.2, **teacher), row("rte", 0, 0.5, **teacher),
+            row("sst2", 0, 0.1, **{**teacher, "seed": 0}),
+            row("sst2", 0, 0.1, **{**teacher, "options": {"conv": 33}}),
+        ],
+    )  # fmt: skip
+    assert conversion.finetuned(tmp_path) == NOTHING_YET
+    (tmp_path / "conversion").mkdir()
+    write(tmp_path / "conversion", "glue", [row("sst2", 0, 0.9), row("cola", 0, 0.1)])
+    lines = conversion.finetuned(tmp_path).splitlines()
+    assert lines[0] == "| RoBERTa 6 × 512, % | SST-2 | CoLA | average |"
+    assert lines[2:4] == ["| softmax | 75.0 | 20.0 | 47.5 |", "| converted | 90.0 | 10.0 | 50.0 |"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lln.nn import RECOMMENDED
+from lln.nn import RECOMMENDED, recommended
 from lln.study.paper.pages.blocks import NOTHING_YET, Blocks, markdown_table
 from lln.study.paper.results import read, read_curves
 from lln.study.paper.tables import table as tables
@@ -27,7 +27,8 @@ SMALL_TASKS = ("rte", "mrpc")  # at the level of the majority for all
 CORRELATIONS = ("cola", "stsb")
 CONV: Options = {"conv": RECOMMENDED["conv"]}
 PAPER: Options = {}
-WIDE: Options = {**RECOMMENDED, "diag_block": 256}
+WIDE: Options = recommended("encoder", version=2)
+WIDE_ALONE: Options = {name: value for name, value in WIDE.items() if name != "conv"}
 RULES = (
     "±: the standard error of the difference, from the spread over seeds (where there are several) "
     "and from the number of test examples; that two mechanisms see the same examples is not made "
@@ -94,6 +95,11 @@ def _pretraining(results: Path) -> Iterator[list[str]]:
         "LLN+Diag (recommended) – softmax": (("lln_diag", RECOMMENDED), ("softmax", PAPER)),
         "LLN+Diag (recommended) – softmax + conv": (("lln_diag", RECOMMENDED), ("softmax", CONV)),
         "LLN+Diag (blocks of 256) – softmax + conv": (("lln_diag", WIDE), ("softmax", CONV)),
+        "LLN+Diag (blocks of 256) – blocks of 128": (("lln_diag", WIDE), ("lln_diag", RECOMMENDED)),
+        "LLN+Diag (blocks of 256, no conv) – softmax": (
+            ("lln_diag", WIDE_ALONE),
+            ("softmax", PAPER),
+        ),
         "LLN+Diag (paper) – Diag alone": (("lln_diag", PAPER), ("block_diag", PAPER)),
         "LLN alone – softmax": (("lln", PAPER), ("softmax", PAPER)),
     }

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
+from lln.study.data.glue import TASKS
 from lln.study.paper.pages.blocks import NOTHING_YET, Blocks, markdown_table
 from lln.study.paper.results import Row, grouped, origin_text, read
 from lln.study.paper.tables.conversion import kept
+
+# The pre-training whose checkpoint was converted, on the device that it was trained on.
+TEACHER = {"options": {}, "recipe": "roberta-small", "length": 512, "steps": 15300, "seed": 1}
 
 
 def positions(results: Path) -> str:
@@ -77,6 +82,43 @@ def decoding(results: Path) -> str:
     return f"{markdown_table(names, lines)}\n\n{words}"
 
 
+def finetuned(results: Path) -> str:
+    """GLUE of a converted model beside its teacher's, a mean over seeds of fine-tuning."""
+    folder = results / "conversion"
+    ours = read(folder, "glue") if folder.is_dir() else []
+    if not ours:
+        return NOTHING_YET
+    tasks = list(dict.fromkeys(row["configuration"]["task"] for row in ours))
+    theirs = [
+        row for row in read(results, "glue")
+        if row["configuration"]["task"] in tasks and _is_taught_from(row)
+    ]  # fmt: skip
+    lines = []
+    for words, rows in (("softmax", theirs), ("converted", ours)):
+        by_task = grouped(rows, lambda row: row["configuration"]["task"])
+        scores = [_mean(row["score"] for row in by_task[task]) for task in tasks]
+        lines.append([words, *(f"{100 * each:.1f}" for each in (*scores, _mean(scores)))])
+    names = ["RoBERTa 6 × 512, %", *(TASKS[task].title for task in tasks), "average"]
+    words = (
+        "Scores on dev, rates chosen on a part of train; correlations × 100 for CoLA and STS-B. "
+        f"({origin_text([*theirs, *ours])})"
+    )
+    return f"{markdown_table(names, lines)}\n\n{words}"
+
+
+def _is_taught_from(row: Row) -> bool:
+    """Whether a fine-tuning starts from the pre-training that was converted."""
+    before = row["configuration"].get("pretrained") or {}
+    return before.get("attention") == "softmax" and all(
+        before.get(name) == value for name, value in TEACHER.items()
+    )
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = list(values)
+    return sum(known) / len(known)
+
+
 def best(results: Path) -> str:
     """The best conversion of every model with nothing kept, and with a few layers or heads kept."""
     ours = [row for row in _rows(results) if _is_ours(row)]
@@ -120,4 +162,5 @@ BLOCKS: Blocks = {
     "conversion_positions": positions,
     "conversion_needles": needles,
     "conversion_decoding": decoding,
+    "conversion_glue": finetuned,
 }
