@@ -106,7 +106,7 @@ def _blocks(given: SimpleNamespace) -> int:
     tokens = q.shape[2] if q.dim() == 4 else q.shape[0]  # packed: [tokens, heads, D]
     near = given.block
     if hasattr(given, "overlap"):
-        near += given.overlap * (1 if given.causal else 2) + _sinks(given)
+        near += given.overlap * (1 if getattr(given, "causal", False) else 2) + _sinks(given)
     pairs = math.prod(q.shape[:-1]) * min(near, tokens)
     return 2 * pairs * (q.shape[-1] + v.shape[-1])
 
@@ -114,7 +114,8 @@ def _blocks(given: SimpleNamespace) -> int:
 def _sinks(given: SimpleNamespace) -> int:
     if hasattr(given, "sink_k"):
         return given.sink_k.shape[2]
-    return 0 if given.sinks is None else given.sinks.shape[1]
+    sinks = getattr(given, "sinks", None)
+    return 0 if sinks is None else sinks.shape[1]
 
 
 def _convolution(given: SimpleNamespace) -> int:

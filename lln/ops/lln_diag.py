@@ -58,7 +58,8 @@ def lln_diag(
         extra["causal_block"] = causal_block
     needs = frozenset(need for value, need in options.values() if value is not None)
     seen = q if q_far is None else q_far, k if k_far is None else k_far
-    call = Call("lln_diag", *seen, v, needs, is_causal, block, causal_block=causal_block)
+    window = block, overlap, sinks
+    call = Call("lln_diag", *seen, v, needs, is_causal, *window, causal_block=causal_block)
     return choose(call, impl).lln_diag(
         q,
         k,

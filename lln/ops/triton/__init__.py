@@ -87,8 +87,8 @@ def refuses(call: Call) -> str | None:
         return f"widths D={q.shape[-1]}, E={v.shape[-1]}; the kernels take {WIDTHS}"
     if "dropout" in call.needs:
         return "dropout of attention weights is not fused"
-    if call.op == "lln_diag" and call.needs & {"windows", "features"}:
-        return "overlapping blocks, sinks and features of their own are not fused with LLN"
+    if call.op == "lln_diag" and (call.sinks or "features" in call.needs):
+        return "sinks and features of their own are not fused with LLN"
     if call.op == "lln_diag" and call.causal_block is not None:
         return "causal blocks are not fused with the diagonal branch"
     if call.op == "varlen":
@@ -193,10 +193,12 @@ def _refuses_blocks(call: Call) -> str | None:
     q, k, d, e = call.q, call.k, call.q.shape[-1], call.v.shape[-1]
     if q.shape[2] != k.shape[2]:
         return f"{q.shape[2]} queries of {k.shape[2]} keys; the kernels of blocks take equally many"
+    if call.overlap and (call.is_causal or q.dtype not in HALF):
+        return f"overlap={call.overlap}: fused with LLN in half precision only, and not if causal"
     if block_fits(d, e, q.dtype, call.block, q.device):
         return None
     return (
         f"blocks of {call.block} with widths D={d}, E={e} in {q.dtype} need more shared memory "
-        "than there is; the kernels take blocks up to 128, or 64 with widths above 64, or 32 in "
-        f"float32 with widths up to 64{_with_less(q.device)}"
+        "than there is; the kernels take widths up to 128, or blocks up to 32 in float32 with "
+        f"widths up to 64{_with_less(q.device)}"
     )

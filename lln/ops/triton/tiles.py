@@ -4,11 +4,13 @@
 entries where those of the table do not fit, and fewer shapes for which :func:`causal_fits` and its
 like say yes.
 
-A tile is (rows, warps, stages, programs, through, registers, values, sums): tokens per step, warps
-per program, loads in flight, the programs that run on one multiprocessor at a time, whether half
-precision becomes float32 through the tensor cores (:func:`lln.ops.triton.features.as_float`), the
-most registers per thread if not what the compiler likes, the most values per block if fewer than
-fit, and whether causal kernels carry sums instead of means.
+A tile is (rows, warps, stages, programs, through, registers, values, sums, columns, ahead): tokens
+per step, warps per program, loads in flight, the programs that run on one multiprocessor at a time,
+whether half precision becomes float32 through the tensor cores
+(:func:`lln.ops.triton.features.as_float`), the most registers per thread if not what the compiler
+likes, the most values per block if fewer than fit, whether causal kernels carry sums instead of
+means, the keys per step of queries with windows (of keys: the queries), and whether windows of one
+or two such steps are walked without a loop, so that the next one loads ahead.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ class Tile(NamedTuple):
     registers: int | None = None
     values: int | None = None
     sums: bool = False
+    columns: int = 64
+    ahead: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -62,9 +66,13 @@ HALF = {
     },
     "diag": {64: Tile(64, 4, 3, 2), 128: Tile(64, 4, 1, 2, through=False)},
     "diag_backward": {64: Tile(64, 4, 3, 2, through=False), 128: Tile(64, 4, 1, 2, through=False)},
-    # the same for blocks of more than 64 tokens
-    "diag_128": {64: Tile(128, 8, 1, 1)},
-    "diag_backward_128": {64: Tile(128, 8, 1, 1, through=False)},
+    # LLN+Diag with blocks of more than 64 tokens, and windows that overlap; not measured yet
+    "wide": {64: Tile(64, 4, 2, 3), 128: Tile(64, 8, 2, 1, through=False)},
+    "wide_dq": {
+        64: Tile(64, 4, 2, 2, through=False),
+        128: Tile(64, 8, 2, 1, through=False),
+    },
+    "wide_dkdv": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 2, 1, through=False)},
     "far_read": {
         64: Tile(64, 4, 1, 3, through=False),
         128: Tile(64, 8, 1, 2, through=False),
@@ -189,15 +197,26 @@ def causal_fits(d: int, e: int, dtype: torch.dtype, device: torch.device) -> boo
     return wide <= (128 if dtype.itemsize == 2 or narrow <= 64 else 64)
 
 
+# Tokens of the blocks of which a tile holds whole ones; larger ones are walked tile by tile.
+LARGEST_BLOCK = 64
+
+
 def block_fits(d: int, e: int, dtype: torch.dtype, block: int, device: torch.device) -> bool:
-    """Whether a tile of whole blocks of the diagonal branch fits a multiprocessor."""
+    """Whether the kernels of the diagonal branch take blocks of these widths."""
     width = max(padded(d), padded(e))
     single = dtype.itemsize == 4  # each dot keeps its operands in three terms
     if width > 32 and shared(device) == LEAST_SHARED and (single or width > 64):
         return False
-    if single:
-        return width <= 64 and block <= 32
-    return width <= 128 and block <= (128 if width <= 64 else 64)
+    return width <= 64 and block <= 32 if single else width <= 128
+
+
+def in_windows(d: int, e: int, dtype: torch.dtype, block: int, overlap: int) -> bool:
+    """Whether LLN+Diag walks the windows of its queries tile by tile.
+
+    Where no tile holds a whole one, and where both branches of wide heads do not fit the registers.
+    """
+    wide = max(padded(d), padded(e)) > 64 and block > LARGEST_BLOCK // 2
+    return dtype.itemsize == 2 and (overlap > 0 or block > LARGEST_BLOCK or wide)
 
 
 def near_fits(d: int, e: int) -> bool:
@@ -260,10 +279,6 @@ def block_tile(
     """(tile, padded rows) for blocks of ``block`` tokens: the tile's rows are whole blocks."""
     t = tile(kernel, d, e, dtype, device)
     rows = max(t.rows, padded(block))
-    if rows > 64 and dtype.itemsize == 2:
-        t = tile(f"{kernel}_128", d, e, dtype, device)
-    elif rows > 64:  # twice the rows: twice the warps, and no room to load ahead
-        t = t._replace(warps=8, stages=1, programs=1)
     return t._replace(rows=rows // block * block), rows
 
 

@@ -31,7 +31,7 @@ from lln.study.bench import peers
 
 ALPHA = BETA = 2.0  # constants: measuring them is the business of the "measured" op
 GAMMA = 0.0
-DIAG_BLOCK, WIDE_BLOCK = 64, 128
+DIAG_BLOCK, WIDE_BLOCK, WIDEST_BLOCK = 64, 128, 256
 _JOINT = {"diag_block": WIDE_BLOCK, "mix": "joint", "gamma": GAMMA}
 # Of lln.attention, by op.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -39,6 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
     "lln_diag": {"diag_block": DIAG_BLOCK},
     "lln_diag_128": {"diag_block": WIDE_BLOCK},
+    "lln_diag_256": {"diag_block": WIDEST_BLOCK},
     "lln_diag_overlap": {"diag_block": WIDE_BLOCK, "diag_overlap": WIDE_BLOCK // 2},
     "lln_diag_causal": {"diag_block": DIAG_BLOCK, "is_causal": True},
     "near_far": _JOINT,
@@ -146,8 +147,8 @@ SOFTMAX = ("sdpa", "cudnn", "flash", "matrix")
 # What each of our implementations is measured in; "mixed" where no single kernel takes an op.
 IMPLEMENTED = {
     "eager": ("bidirectional", "lln_diag", "causal"),
-    "triton": tuple(op for op in OPTIONS if op not in ("lln_diag_overlap", "near_far_all")),
-    "mixed": ("lln_diag_128", "lln_diag_overlap", "near_far_all"),
+    "triton": tuple(op for op in OPTIONS if op != "near_far_all"),
+    "mixed": ("near_far_all",),
 }
 RUNNERS: dict[tuple[str, str], Callable[..., Tensor]] = {
     **{(op, impl): _ours(op, impl) for impl, ops in IMPLEMENTED.items() for op in ops},

@@ -34,6 +34,7 @@ FLOORS: dict[str, tuple[float, float]] = {
     "convolution": _CONVOLUTION,
     "lln_diag": _TWO_BRANCHES,
     "lln_diag_128": _TWO_BRANCHES,
+    "lln_diag_256": _TWO_BRANCHES,
     "lln_diag_overlap": _TWO_BRANCHES,
     "lln_diag_causal": _TWO_BRANCHES,
     "near_far": _TWO_BRANCHES,
@@ -103,10 +104,9 @@ DECODE_RANKS = {8192: 0, 65_536: 1}
 _TARGETS = {
     GRAPH: {
         "triton": (
-            *("bidirectional", "lln_diag", "lln_diag_128", "lln_diag_causal", "causal"),
-            *("near_far", "near_far_overlap", "decode"),
+            *("bidirectional", "lln_diag", "lln_diag_128", "lln_diag_overlap", "lln_diag_causal"),
+            *("causal", "near_far", "near_far_overlap", "decode"),
         ),
-        "mixed": ("lln_diag_overlap", "lln_diag_128"),
         "cudnn": ("bidirectional",),
         "sdpa": ("decode",),
         "fla": ("causal",),
@@ -165,12 +165,13 @@ def _others(quick: bool) -> list[Timed]:
 
 
 def _settings(quick: bool) -> list[Timed]:
-    """Blocks of 128, windows that overlap, near and far under one normaliser, the recommended."""
+    """Large blocks, windows that overlap, near and far under one normaliser, the recommended."""
     lengths = (4096,) if quick else (512, 4096, 16_384)
     ops = {
-        "recommended": "triton", "lln_diag_128": "triton", "lln_diag_overlap": "mixed",
-        "lln_diag_causal": "triton", "near_far": "triton", "near_far_overlap": "triton",
-        "near_far_causal": "triton", "near_far_slots": "triton", "near_far_all": "mixed",
+        "recommended": "triton", "lln_diag_128": "triton", "lln_diag_256": "triton",
+        "lln_diag_overlap": "triton", "lln_diag_causal": "triton", "near_far": "triton",
+        "near_far_overlap": "triton", "near_far_causal": "triton", "near_far_slots": "triton",
+        "near_far_all": "mixed",
     }  # fmt: skip
     cases = [case for op, impl in ops.items() for case in _cases(op, impl, lengths)]
     return [Timed(case, launch) for case in cases for launch in (GRAPH, EAGER)]
@@ -189,14 +190,13 @@ def _batch_one(quick: bool) -> list[Timed]:
 
 
 def _wide_heads() -> list[Timed]:
-    """Heads of 128, 32,768 tokens: blocks of 128 have no single kernel there."""
-    ops = {
-        "bidirectional": "triton", "lln_diag": "triton", "lln_diag_128": "mixed",
-        "causal": "triton", "lln_diag_causal": "triton", "near_far": "triton",
-        "recommended": "mixed",
-    }  # fmt: skip
+    """Heads of 128, 32,768 tokens."""
+    ops = (
+        *("bidirectional", "lln_diag", "lln_diag_128", "causal", "lln_diag_causal", "near_far"),
+        "recommended",
+    )
     wide = {"tokens": WIDE_TOKENS, "D": 128}
-    cases = [case for op, impl in ops.items() for case in _cases(op, impl, (4096,), **wide)]
+    cases = [case for op in ops for case in _cases(op, "triton", (4096,), **wide)]
     cases += _cases("bidirectional", "cudnn", (4096,), **wide)
     cases += _cases("causal", "cudnn", (4096,), **wide)
     timed = [Timed(case, launch) for case in cases for launch in (GRAPH, EAGER)]

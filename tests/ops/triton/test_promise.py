@@ -192,12 +192,12 @@ def test_which_knows_that_dropout_is_not_fused(monkeypatch):
 def test_one_table_of_refusals_for_every_shape(monkeypatch):
     """No combination is accepted by the table and then refused, or run elsewhere, further down."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    shapes = itertools.product((16, 64, 96, 128, 256), (*HALF, torch.float32), (16, 32, 64, 128))
+    shapes = itertools.product((16, 64, 96, 128, 256), (*HALF, torch.float32), (16, 32, 64, 256))
     for (width, dtype, block), is_causal in itertools.product(shapes, (False, True)):
         x = torch.empty(1, 1, 4, width, dtype=dtype, device="meta")
         said = lln.which(x, x, x, diag_block=block, is_causal=is_causal)
-        narrow = width <= (64 if dtype is torch.float32 or block > 64 else 128)
-        fits = narrow and block <= (32 if dtype is torch.float32 else 128)
+        single = dtype is torch.float32
+        fits = width <= 64 and block <= 32 if single else width <= 128
         causal = width <= (64 if dtype is torch.float32 else 128)
         expected = "triton" if fits else "mixed"
         assert said == ("eager" if is_causal and not causal else expected), (width, dtype, block)

@@ -31,12 +31,12 @@ def arguments(name: str, device: str) -> tuple:
     return {
         "bidirectional": (*(x.detach() for x in (q, k, v, alpha, beta)), mask, False),
         "lln_diag": (
-            *(x.detach() for x in (q, k, v, alpha, beta)), None, mask, 16, 0.2, False,
+            *(x.detach() for x in (q, k, v, alpha, beta)), None, mask, 16, 0, 0.2, False,
         ),
         "bidirectional_train": (q, k, v, alpha, beta, mask, False),
         "summarize": (k, v, beta, mask, True),
         "read": (q, log_mass, mean, alpha),
-        "lln_diag_train": (q, k, v, alpha, beta, None, mask, 16, 0.2, False),
+        "lln_diag_train": (q, k, v, alpha, beta, None, mask, 16, 0, 0.2, False),
         "block_diagonal": (q, k, v, mask, 16, 0.2, True),
         "causal": (q, k, v, alpha, beta, log_mass, mean, mask, False),
         "causal_average": (q, k, v, alpha, beta, mask, 16, 0.2, False),
@@ -145,13 +145,22 @@ def test_refusals_say_why(monkeypatch):
 @pytest.mark.parametrize("op", ["lln_diag", "block_diagonal"])
 def test_refusals_of_blocks_say_why(op, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert kernels.refuses(call(op, block=128)) is None
-    assert "blocks of 129" in kernels.refuses(call(op, block=129))
-    assert "blocks of 128" in kernels.refuses(call(op, block=128, width=96))
+    assert kernels.refuses(call(op, block=1000)) is None
+    assert kernels.refuses(call(op, block=128, width=96)) is None
+    assert "blocks of 128" in kernels.refuses(call(op, block=128, width=256))
     assert "blocks of 64" in kernels.refuses(call(op, block=64, dtype=torch.float32))
     assert kernels.refuses(call(op, block=32, dtype=torch.float32)) is None
     assert "blocks of 16" in kernels.refuses(call(op, block=16, dtype=torch.float32, width=128))
     assert "3 queries of 4 keys" in kernels.refuses(call(op, block=32, queries=3))
+
+
+def test_refusals_of_windows_say_why(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    window = {"block": 128, "overlap": 64, "needs": ["windows"]}
+    assert kernels.refuses(call("lln_diag", **window)) is None
+    assert "overlap=64" in kernels.refuses(call("lln_diag", **window, is_causal=True))
+    assert "overlap=64" in kernels.refuses(call("lln_diag", **window, dtype=torch.float32))
+    assert "sinks" in kernels.refuses(call("lln_diag", **window, sinks=4))
 
 
 def test_refusal_of_causal_blocks_names_the_causal_kernel(monkeypatch):

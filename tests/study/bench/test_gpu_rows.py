@@ -219,13 +219,11 @@ def test_the_targets_come_first_and_one_length_of_everything_before_the_next():
         for t in found[: ranks.index((False, 1))]
     }
     graph, eager, host = shapes.GRAPH, shapes.EAGER, shapes.HOST
-    diag = ("lln_diag", "lln_diag_128", "lln_diag_causal", "causal", "near_far_overlap")
+    diag = ("lln_diag", "lln_diag_128", "lln_diag_overlap", "lln_diag_causal", "near_far_overlap")
     assert first >= {
-        *((op, "triton", graph, False, 64) for op in ("bidirectional", *diag)),
-        ("lln_diag_overlap", "mixed", graph, False, 64),
+        *((op, "triton", graph, False, 64) for op in ("bidirectional", "causal", *diag)),
         *(("bidirectional", impl, eager, True, 64) for impl in ("triton", "cudnn")),
-        *((op, "triton", graph, False, 128) for op in ("bidirectional", "lln_diag", "causal")),
-        ("lln_diag_128", "mixed", graph, False, 128),
+        *((op, "triton", graph, False, 128) for op in ("bidirectional", *diag[:2], "causal")),
         *((op, "triton", host, False, 64) for op in ("bidirectional", "measured")),
         *(("decode", impl, eager, one, 64) for impl in ("triton", "sdpa") for one in (True, False)),
         *(("roberta_step", impl, eager, False, 64) for impl in ("recommended", "sdpa")),

@@ -1,4 +1,7 @@
-"""Block-diagonal softmax attention: one launch forward, one backward."""
+"""Block-diagonal softmax attention: one launch forward, one backward.
+
+Blocks of more than a tile are windows that do not overlap.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ from torch import Tensor
 
 from lln.ops.registration import register
 from lln.ops.triton.blocks.launch import diag, diag_backward, empty_diag_lse
+from lln.ops.triton.joint.near_far import near
 from lln.ops.triton.library import empty_rows
 from lln.ops.triton.linear.launch import prepared
+from lln.ops.triton.tiles import LARGEST_BLOCK
 
 
 def block_diagonal(
@@ -28,6 +33,8 @@ def block_diagonal(
     """Softmax attention among the positions of one block (Fig. 3, right branch)."""
     if probability_dropout is not None:
         raise ValueError("probability_dropout is not supported by impl='triton'; use impl='eager'")
+    if block > LARGEST_BLOCK:
+        return near(q, k, v, block=block, scale=scale, key_mask=key_mask, is_causal=is_causal)
     return _forward(q, k, v, key_mask, block, scale, is_causal)[0]
 
 

@@ -1,7 +1,9 @@
 """LLN+Diag in one op: the block-diagonal softmax shares the pass over the queries with LLN.
 
 Forward: the state of the keys, then one pass over q, k, v. Backward: the gradients of the state
-from q and dO, then one pass over q, k, v, dO for dq, dk, dv of both branches.
+from q and dO, then one pass over q, k, v, dO for dq, dk, dv of both branches; where windows are
+larger than a tile (:func:`lln.ops.triton.tiles.in_windows`), one pass for dq and the gradients of
+the state, and one for dk, dv.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from lln.ops.registration import register
 from lln.ops.triton.blocks.block_diagonal import block_diagonal
 from lln.ops.triton.blocks.causal_average import causal_average
 from lln.ops.triton.blocks.launch import diag, diag_backward, empty_diag_lse
+from lln.ops.triton.blocks.wide_launch import wide, wide_backward
 from lln.ops.triton.library import empty_rows
 from lln.ops.triton.linear import launch
-from lln.ops.triton.tiles import MERGE_IN_READER, fused_backward
+from lln.ops.triton.tiles import LARGEST_BLOCK, MERGE_IN_READER, fused_backward, in_windows
 from lln.ops.triton.triangle.causal import causal
 
 
@@ -32,6 +35,7 @@ def lln_diag(
     beta: Float[Tensor, "B Hkv"],
     block: int,
     scale: float,
+    overlap: int = 0,
     key_mask: Bool[Tensor, "B N"] | None = None,
     is_causal: bool = False,
     normalize_keys: bool = False,
@@ -41,27 +45,32 @@ def lln_diag(
 ) -> Float[Tensor, "B H N E"]:
     """mix · LLN + (1 − mix) · block-diagonal softmax (Fig. 3); the average if ``mix`` is None.
 
-    Fused for the bidirectional case; causal, the two branches run one after the other, the second
-    adding to what the first has written unless ``mix`` is given.
+    Fused for the bidirectional case, where blocks may ``overlap``; causal, the two branches run one
+    after the other, the second adding to what the first has written unless ``mix`` is given or the
+    blocks are large.
     """
     if slot_dropout is not None or probability_dropout is not None:
         raise ValueError("dropout is not supported by impl='triton'; use impl='eager'")
-    if is_causal and mix is None:
+    if is_causal and mix is None and block <= LARGEST_BLOCK:
         return causal_average(q, k, v, alpha, beta, key_mask, block, scale, normalize_keys)
     if is_causal:
         scales = {"alpha": alpha, "beta": beta, "normalize_keys": normalize_keys}
         local = block_diagonal(q, k, v, block=block, scale=scale, key_mask=key_mask, is_causal=True)
         linear = causal(q, k, v, key_mask=key_mask, **scales)
         return blend(linear, local, mix, q.dtype)
-    arguments = (q, k, v, alpha, beta, mix, key_mask, block, scale, normalize_keys)
+    arguments = (q, k, v, alpha, beta, mix, key_mask, block, overlap, scale, normalize_keys)
     inputs = (q, k, v, alpha, beta) if mix is None else (q, k, v, alpha, beta, mix)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         return _train(*arguments)[0]
     return _infer(*arguments)
 
 
+def _in_windows(q: Tensor, v: Tensor, block: int, overlap: int) -> bool:
+    return in_windows(q.shape[-1], v.shape[-1], q.dtype, block, overlap)
+
+
 def _forward(
-    q, k, v, alpha, beta, mix, key_mask, block, scale, normalize_keys, save: bool
+    q, k, v, alpha, beta, mix, key_mask, block, overlap, scale, normalize_keys, save: bool
 ) -> tuple[Tensor, Tensor | None, launch.Merged | None]:
     q, k, v, key_mask = launch.prepared(q, k, v, key_mask)
     parts, count = launch.summarize_parts(k, v, beta, key_mask, normalize_keys)
@@ -69,10 +78,13 @@ def _forward(
     state = launch.empty_state(k, v) if save or merge_first else None
     if state is not None and merge_first:
         launch.merge(parts, count, state)
+    given = {"state": state, "parts": None if merge_first else parts, "count": count, "save": save}
+    if _in_windows(q, v, block, overlap):
+        window = block, overlap, scale
+        return *wide(q, k, v, key_mask, alpha, mix, window, **given), state
     out, lse = diag(
-        q, k, v, key_mask, block=block, scale=scale, alpha=alpha, mix=mix, state=state,
-        parts=None if merge_first else parts, count=count, linear=True, save=save,
-    )  # fmt: skip
+        q, k, v, key_mask, block=block, scale=scale, alpha=alpha, mix=mix, linear=True, **given
+    )
     return out, lse, state
 
 
@@ -100,29 +112,33 @@ def _train_fake(q, k, v, *rest) -> tuple[Tensor, ...]:
 
 
 def _backward_impl(
-    dout, q, k, v, alpha, beta, mix, key_mask, lse, log_mass, mean, norm, block, scale,
-    normalize_keys, need_alpha, need_beta, need_mix,
+    dout, q, k, v, alpha, beta, mix, key_mask, out, lse, log_mass, mean, norm, block, overlap,
+    scale, normalize_keys, need_alpha, need_beta, need_mix,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     if q.numel() == 0 or v.numel() == 0:
         gradients = _backward_fake(
-            dout, q, k, v, alpha, beta, mix, key_mask, lse, log_mass, mean, norm, block, scale,
-            normalize_keys, need_alpha, need_beta, need_mix,
+            dout, q, k, v, alpha, beta, mix, key_mask, out, lse, log_mass, mean, norm, block,
+            overlap, scale, normalize_keys, need_alpha, need_beta, need_mix,
         )  # fmt: skip
         return tuple(x.zero_() for x in gradients)
     q, k, v, key_mask = launch.prepared(q, k, v, key_mask)
+    state, slopes = launch.Merged(log_mass, mean, norm), (need_alpha, need_beta, need_mix)
+    if _in_windows(q, v, block, overlap):
+        return wide_backward(
+            dout, out, q, k, v, key_mask, alpha, beta, mix, lse, state, (block, overlap, scale),
+            normalize_keys=normalize_keys, slopes=slopes,
+        )  # fmt: skip
     if mix is None and not fused_backward(q.shape[-1], v.shape[-1]):
         return _one_branch_after_the_other(
-            dout, q, k, v, alpha, beta, key_mask, lse, launch.Merged(log_mass, mean, norm),
-            block, scale, normalize_keys, need_alpha, need_beta,
+            dout, q, k, v, alpha, beta, key_mask, lse, state, block, scale, normalize_keys,
+            need_alpha, need_beta,
         )  # fmt: skip
     _, parts, _ = launch.read_backward(
         dout, q, alpha, lse, log_mass, mean, parts_only=True, mix=mix, share=0.5
     )
-    slopes = need_alpha, need_beta, need_mix
     return diag_backward(
         dout, q, k, v, key_mask, lse, block=block, scale=scale, alpha=alpha, beta=beta, mix=mix,
-        state=launch.Merged(log_mass, mean, norm), parts=parts, normalize_keys=normalize_keys,
-        linear=True, slopes=slopes,
+        state=state, parts=parts, normalize_keys=normalize_keys, linear=True, slopes=slopes,
     )  # fmt: skip
 
 
@@ -147,8 +163,8 @@ def _one_branch_after_the_other(
 
 
 def _backward_fake(
-    dout, q, k, v, alpha, beta, mix, key_mask, lse, log_mass, mean, norm, block, scale,
-    normalize_keys, need_alpha, need_beta, need_mix,
+    dout, q, k, v, alpha, beta, mix, key_mask, out, lse, log_mass, mean, norm, block, overlap,
+    scale, normalize_keys, need_alpha, need_beta, need_mix,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return (
         empty_rows(q, q.shape[-1]), empty_rows(k, k.shape[-1]), empty_rows(v, v.shape[-1]),
@@ -160,23 +176,25 @@ def _backward_fake(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     tensors, ctx.options = inputs[:7], inputs[7:]
-    ctx.save_for_backward(*tensors, *output[1:])
+    q, _, v, *_ = tensors
+    out = output[0] if _in_windows(q, v, *ctx.options[:2]) else None
+    ctx.save_for_backward(*tensors, out, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dout: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * 10
+        return (None,) * 11
     need = ctx.needs_input_grad[3:6]
     dq, dk, dv, *slopes = _backward(dout, *ctx.saved_tensors, *ctx.options, *need)
     slopes = [slope if needed else None for slope, needed in zip(slopes, need, strict=True)]
-    return dq, dk, dv, *slopes, None, None, None, None
+    return dq, dk, dv, *slopes, *(None,) * 5
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor? mix, Tensor? key_mask"
 _SAVED = "Tensor lse, Tensor log_mass, Tensor mean, Tensor norm"
-_OPTIONS = "int block, float scale, bool normalize_keys"
+_OPTIONS = "int block, int overlap, float scale, bool normalize_keys"
 _infer = register(f"lln_diag({_INPUTS}, {_OPTIONS}) -> Tensor", _infer_impl, _infer_fake)
 _train = register(
     f"lln_diag_train({_INPUTS}, {_OPTIONS}) -> (Tensor out, {_SAVED})",
@@ -186,8 +204,8 @@ _train = register(
     differentiate=_differentiate,
 )
 _backward = register(
-    f"lln_diag_backward(Tensor dout, {_INPUTS}, {_SAVED}, {_OPTIONS}, bool need_alpha, "
-    "bool need_beta, bool need_mix) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"lln_diag_backward(Tensor dout, {_INPUTS}, Tensor? out, {_SAVED}, {_OPTIONS}, bool need_alpha,"
+    " bool need_beta, bool need_mix) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward_impl,
     _backward_fake,
 )

@@ -23,21 +23,20 @@ from lln.study.bench.terminal import wide_console
 
 SUBJECT = "profile"
 LENGTH, CALLS, WARM = 4096, 5, 3
-# The implementation of every op and width, those without a kernel of their own as "mixed".
+# The implementation of every op and width.
 PROFILED: dict[tuple[str, int], str] = {
     **dict.fromkeys(
         [
             (op, 64)
             for op in (
-                *("bidirectional", "measured", "lln_diag", "lln_diag_128", "recommended"),
+                *("bidirectional", "measured", "lln_diag", "lln_diag_128", "lln_diag_256"),
+                *("lln_diag_overlap", "recommended"),
                 *("causal", "lln_diag_causal", "near_far", "near_far_overlap", "near_far_causal"),
             )
         ],
         "triton",
     ),
-    ("lln_diag_overlap", 64): "mixed",
-    **{(op, 128): "triton" for op in ("bidirectional", "lln_diag", "causal")},
-    ("lln_diag_128", 128): "mixed",
+    **{(op, 128): "triton" for op in ("bidirectional", "lln_diag", "lln_diag_128", "causal")},
 }
 OPS = tuple(dict.fromkeys(op for op, _ in PROFILED))
 

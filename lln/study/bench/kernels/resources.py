@@ -45,7 +45,8 @@ SCALE = 0.125  # of the softmax branch
 SINGLE_BLOCK = 32  # the largest of LLN+Diag in float32
 OVERLAP, SINKS = 32, 4  # of windows
 SLOTS = {64: 128, 128: 64}  # of far keys, by width: features of their own
-BLOCKS = ("lln_diag", "lln_diag_learned", "block_diagonal")
+BLOCKS = ("lln_diag", "lln_diag_learned", "lln_diag_overlap", "block_diagonal")
+WIDE = ("lln_diag_learned", "lln_diag_overlap")
 NEAR_FAR = ("near_far", "near_far_causal", "near_far_slots")
 WIDTHS = (64, 128, 256)
 DTYPES = ("bfloat16", "float16", "float32")
@@ -86,7 +87,7 @@ class ResourceCase:
     def block(self) -> int:
         if self.dtype == "float32":
             return SINGLE_BLOCK
-        return WIDE_BLOCK if self.op == "lln_diag_learned" and self.D <= 64 else DIAG_BLOCK
+        return WIDE_BLOCK if self.op in WIDE else DIAG_BLOCK
 
     @property
     def slots(self) -> int:
@@ -111,7 +112,8 @@ class ResourceCase:
         if self.op == "causal":
             return tiles.causal_fits(*widths, HERE)
         if self.op in BLOCKS:
-            return tiles.block_fits(*widths, self.block, HERE)
+            whole = self.op != "lln_diag_overlap" or self.dtype != "float32"
+            return whole and tiles.block_fits(*widths, self.block, HERE)
         if self.op == "block_causal":
             return tiles.state_fits(*widths, HERE)
         if self.op == "next_token":
@@ -143,11 +145,17 @@ def _lln_diag(case: ResourceCase, length: int) -> Launched:
 
 
 def _lln_diag_learned(case: ResourceCase, length: int) -> Launched:
-    """With a weight per head that is learned, as recommended, and the largest block."""
+    """With a weight per head that is learned, as recommended, and a large block."""
     q, k, v = case.tokens(1, HEADS, length)
     mix = torch.empty(HEADS, requires_grad=True)
     options = {"block": case.block, "scale": SCALE, "key_mask": case.mask(1, length), "mix": mix}
     return [kernels.lln_diag(q, k, v, **options, **_scales())], [q, k, v, mix]
+
+
+def _lln_diag_overlap(case: ResourceCase, length: int) -> Launched:
+    q, k, v = case.tokens(1, HEADS, length)
+    options = {"block": case.block, "overlap": OVERLAP, "scale": SCALE, **_scales()}
+    return [kernels.lln_diag(q, k, v, key_mask=case.mask(1, length), **options)], [q, k, v]
 
 
 def _block_diagonal(case: ResourceCase, length: int) -> Launched:
@@ -248,6 +256,7 @@ OPS: dict[str, Callable[[ResourceCase, int], Launched]] = {
     "bidirectional": _bidirectional,
     "lln_diag": _lln_diag,
     "lln_diag_learned": _lln_diag_learned,
+    "lln_diag_overlap": _lln_diag_overlap,
     "causal": _causal,
     "block_diagonal": _block_diagonal,
     "near": _near,

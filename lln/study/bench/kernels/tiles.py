@@ -39,8 +39,9 @@ USED_BY = {
     "summarize_backward": ("bidirectional", TRAINING),
     "diag": ("lln_diag", FORWARD),
     "diag_backward": ("lln_diag", TRAINING),
-    "diag_128": ("lln_diag_128", FORWARD),
-    "diag_backward_128": ("lln_diag_128", TRAINING),
+    "wide": ("lln_diag_128", FORWARD),
+    "wide_dq": ("lln_diag_128", TRAINING),
+    "wide_dkdv": ("lln_diag_128", TRAINING),
     "causal": ("causal", FORWARD),
     "causal_dq": ("causal", TRAINING),
     "causal_dkdv": ("causal", TRAINING),
@@ -53,13 +54,13 @@ USED_BY = {
     "far_read_backward": ("near_far", TRAINING),
     "far_keys": ("near_far", TRAINING),
 }
-DIAGONAL = ("diag", "diag_backward", "diag_128", "diag_backward_128")
-FIXED_ROWS = (*DIAGONAL, "causal", "causal_dq", "causal_dkdv")  # by their blocks
+FIXED_ROWS = ("diag", "diag_backward", "causal", "causal_dq", "causal_dkdv")  # by their blocks
+WIDE = ("wide", "wide_dq", "wide_dkdv")
+WIDE_SHAPES = ((64, 4, 64), (64, 4, 128), (64, 8, 64), (128, 8, 64), (128, 8, 128))
 ANY_VALUES = ("summarize", "read", "read_backward", "summarize_backward")
 NEAR = ("near", "near_dq", "near_dkdv")
 JOINT = (*NEAR, "far_read", "far_read_backward", "far_keys")
 NO_CONVERSION = ("statistics", "convolution", *NEAR)
-ONE_WIDTH = {"diag_128": 64, "diag_backward_128": 64}  # blocks of 128 need narrow heads
 WIDTHS = (64, 128)
 LENGTH, HEADS = 4096, 12
 CONFIGURATION = f"B={TOKENS // LENGTH} H={HEADS} N={LENGTH} E=D, a tenth of a graph of ten calls"
@@ -96,7 +97,8 @@ def trials(kernel: str, width: int) -> list[Trial]:
 
     Of rows, warps, stages, values and the way of conversion; as many warps as now run on a
     multiprocessor. Of wide heads also two programs at a time, with half of the registers each; of
-    causal attention also sums instead of means.
+    causal attention also sums instead of means; of large blocks also the other side of a tile, and
+    whether it loads ahead.
     """
     if kernel not in USED_BY:
         raise ValueError(f"kernel={kernel!r} is unknown; choose from {', '.join(USED_BY)}")
@@ -114,6 +116,14 @@ def trials(kernel: str, width: int) -> list[Trial]:
         for s in (1, 2, 3, 4)
         for t in through
     ]
+    if kernel in WIDE:
+        others = [
+            Tile(r, w, s, max(1, round(now.programs * now.warps / w)), t, columns=c, ahead=a)
+            for r, w, c in WIDE_SHAPES
+            for s in (1, 2, 3)
+            for t in through
+            for a in (False, True)
+        ]
     if kernel.startswith("causal"):
         others += [tile._replace(sums=not now.sums) for tile in [now, *others]]
     if kernel in ANY_VALUES and width > 64:
@@ -218,7 +228,6 @@ def run(
         trial
         for kernel in kernels or USED_BY
         for width in widths or WIDTHS
-        if kernel not in ONE_WIDTH or width == ONE_WIDTH[kernel]
         for trial in trials(kernel, width)
     ]
     console = console or wide_console()

@@ -1,0 +1,100 @@
+"""LLN+Diag with blocks of more than a tile and with windows that overlap: one family of kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lln.ops import reference
+from lln.ops import triton as kernels
+from tests.ops.triton.compare import compare, inputs
+
+HALF = torch.float16
+
+
+def learned(heads: int, device: str) -> torch.Tensor:
+    return torch.rand(heads, dtype=torch.float64, device=device)
+
+
+@pytest.mark.parametrize(
+    "length, block, overlap",
+    [(256, 128, 0), (200, 128, 0), (200, 96, 32), (256, 128, 64), (130, 256, 0), (100, 24, 8)],
+)
+def test_average(length, block, overlap, device):
+    tensors = inputs(1, 2, length, width=32, device=device)
+    window = {"block": block, "overlap": overlap, "scale": 0.2}
+    compare(kernels.lln_diag, reference.lln_diag, tensors, HALF, **window)
+
+
+@pytest.mark.parametrize(
+    "length, block, overlap, normalize_keys",
+    [(200, 96, 32, True), (256, 128, 0, False), (150, 64, 16, False)],
+)
+def test_groups_masks_learned_mix(length, block, overlap, normalize_keys, device):
+    """Among the samples one whose last window sees nothing."""
+    tensors = inputs(2, 2, length, None, 48, 16, key_heads=1, device=device)
+    tensors["mix"] = learned(2, device)
+    mask = torch.rand(2, length, device=device) > 0.3
+    mask[1, length // 2 :] = False
+    window = {"block": block, "overlap": overlap, "scale": 0.2}
+    compare(
+        kernels.lln_diag, reference.lln_diag, tensors, HALF,
+        **window, key_mask=mask, normalize_keys=normalize_keys,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_any_scale(scale, device):
+    tensors = inputs(1, 1, 140, width=16, device=device)
+    compare(kernels.lln_diag, reference.lln_diag, tensors, HALF, block=128, scale=scale)
+
+
+@pytest.mark.parametrize("mix", [0.0, 1.0])
+def test_one_branch_has_all_the_weight(mix, device):
+    tensors = inputs(1, 1, 140, width=16, device=device)
+    tensors["mix"] = torch.full((1,), mix, dtype=torch.float64, device=device)
+    compare(kernels.lln_diag, reference.lln_diag, tensors, HALF, floor=0.01, block=128, scale=0.2)
+
+
+def test_wide_heads(device):
+    tensors = inputs(1, 2, 100, None, 128, 32, key_heads=1, device=device)
+    mask = torch.rand(1, 100, device=device) > 0.3
+    tensors["mix"] = learned(2, device)
+    compare(kernels.lln_diag, reference.lln_diag, tensors, HALF, block=64, scale=0.1, key_mask=mask)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_softmax_of_large_blocks_alone(is_causal, device):
+    tensors = inputs(1, 2, 200, None, 16, 32, key_heads=1, device=device)
+    tensors = {n: x for n, x in tensors.items() if n in ("q", "k", "v")}
+    mask = torch.rand(1, 200, device=device) > 0.3
+    compare(
+        kernels.block_diagonal, reference.block_diagonal, tensors, HALF,
+        block=128, scale=0.3, key_mask=mask, is_causal=is_causal,
+    )  # fmt: skip
+
+
+def test_causal_branches_of_large_blocks(device):
+    tensors = inputs(1, 1, 150, width=16, device=device)
+    options = {"block": 128, "scale": 0.2, "is_causal": True}
+    compare(kernels.lln_diag, reference.lln_diag, tensors, HALF, **options)
+
+
+def test_masked_content_never_matters(device):
+    tensors = inputs(2, 1, 160, width=16, device=device)
+    mask = torch.rand(2, 160, device=device) > 0.5
+    mask[1] = False
+    given = {n: x.to(HALF if n in "qkv" else torch.float32) for n, x in tensors.items()}
+    hidden = ~mask[:, None, :, None]
+    poisoned = {
+        n: x.masked_fill(hidden, torch.nan) if n in ("k", "v") else x for n, x in given.items()
+    }
+    results = []
+    for case in (given, poisoned):
+        leaves = {n: x.clone().requires_grad_() for n, x in case.items()}
+        out = kernels.lln_diag(**leaves, block=96, overlap=16, scale=0.2, key_mask=mask)
+        results.append((out, *torch.autograd.grad(out.float().sum(), list(leaves.values()))))
+    for clean, other in zip(*results, strict=True):
+        assert torch.equal(clean, other)
+        assert clean.isfinite().all()
+    assert (results[0][0][1] == 0).all()
