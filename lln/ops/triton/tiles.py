@@ -67,12 +67,12 @@ HALF = {
     "diag": {64: Tile(64, 4, 3, 2), 128: Tile(64, 4, 1, 2, through=False)},
     "diag_backward": {64: Tile(64, 4, 3, 2, through=False), 128: Tile(64, 4, 1, 2, through=False)},
     # LLN+Diag with blocks of more than 64 tokens, and windows that overlap; not measured yet
-    "wide": {64: Tile(64, 4, 2, 3), 128: Tile(64, 8, 2, 1, through=False)},
-    "wide_dq": {
-        64: Tile(64, 4, 2, 2, through=False),
-        128: Tile(64, 8, 2, 1, through=False),
+    "wide": {64: Tile(64, 4, 2, 2, ahead=True), 128: Tile(128, 8, 1, 1, through=False)},
+    "wide_dq": {64: Tile(64, 4, 2, 2), 128: Tile(64, 4, 2, 2, through=False, columns=32)},
+    "wide_dkdv": {
+        64: Tile(64, 4, 2, 2, through=False, ahead=True),
+        128: Tile(64, 4, 2, 2, through=False, columns=32),
     },
-    "wide_dkdv": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 2, 1, through=False)},
     "far_read": {
         64: Tile(64, 4, 1, 3, through=False),
         128: Tile(64, 8, 1, 2, through=False),
@@ -122,6 +122,8 @@ _HALF_IN_99: dict[str, Table] = {
         256: Tile(32, 8, 1, 1, values=32),
     },
     "far_keys": {128: Tile(64, 8, 1, 1, through=False)},
+    "wide": {64: Tile(64, 4, 2, 2)},
+    "wide_dkdv": {64: Tile(64, 4, 2, 2, through=False)},
 }
 # float32 without loads in flight where they do not fit
 _SINGLE_IN_99: dict[str, Table] = {

@@ -98,3 +98,79 @@ def test_masked_content_never_matters(device):
         assert torch.equal(clean, other)
         assert clean.isfinite().all()
     assert (results[0][0][1] == 0).all()
+
+
+def half_arguments(device: str) -> tuple:
+    shapes = (2, 2, 70, 16), (2, 1, 70, 16), (2, 1, 70, 16)
+    q, k, v = (torch.randn(s, device=device, dtype=HALF).requires_grad_() for s in shapes)
+    alpha, beta, mix = (torch.rand(s, device=device) for s in ((2, 2), (2, 1), (2,)))
+    mask = torch.rand(2, 70, device=device) > 0.3
+    return q, k, v, alpha, beta, mix.requires_grad_(), mask, 32, 16, 0.2, False
+
+
+def test_the_operator_keeps_its_promises(device):
+    utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
+    operator = torch.ops.lln.lln_diag_train.default
+    torch.library.opcheck(operator, half_arguments(device), test_utils=utilities)
+
+
+def test_compile_keeps_the_op_whole(device):
+    q, k, v, alpha, beta, mix, mask, block, overlap, scale, _ = half_arguments(device)
+    options = {"block": block, "overlap": overlap, "scale": scale, "key_mask": mask}
+
+    def attend(q, k, v, mix):
+        return kernels.lln_diag(q, k, v, alpha=alpha, beta=beta, mix=mix, **options).tanh()
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    found = [f(q, k, v, mix) for f in (attend, compiled)]
+    torch.testing.assert_close(*found)
+    gradients = [torch.autograd.grad(x.float().sum(), (q, k, v, mix)) for x in found]
+    torch.testing.assert_close(*gradients)
+
+
+# Of a GPU: whole windows with and without masks, edges, wide heads, groups.
+WINDOWS = [(128, 0), (256, 0), (128, 64), (64, 64), (96, 32), (512, 128)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length, masked", [(1024, False), (1024, True), (1000, False)])
+@pytest.mark.parametrize("block, overlap", WINDOWS)
+def test_windows_on_a_gpu(block, overlap, length, masked, dtype, width, device):
+    tensors = inputs(2, 4, length, width=width, key_heads=2, device=device)
+    tensors["mix"] = learned(4, device)
+    mask = torch.rand(2, length, device=device) > 0.2 if masked else None
+    window = {"block": block, "overlap": overlap, "scale": width**-0.5}
+    compare(
+        kernels.lln_diag, reference.lln_diag, tensors, dtype, floor=0.1, **window, key_mask=mask
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("block, overlap", WINDOWS)
+def test_averages_on_a_gpu(block, overlap, width, group, device):
+    """Many heads, so that a program has several tiles and the next one loads ahead."""
+    tensors = inputs(8, 16, 1024, width=width, key_heads=16 // group, device=device)
+    window = {"block": block, "overlap": overlap, "scale": width**-0.5}
+    oracle = reference.lln_diag
+    compare(kernels.lln_diag, oracle, tensors, torch.bfloat16, floor=0.1, **window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("block, overlap", WINDOWS)
+def test_the_same_bits_on_every_run(block, overlap, width, device):
+    tensors = inputs(8, 12, 2048, width=width, device=device)
+    half = {n: x.to(torch.bfloat16 if n in "qkv" else torch.float32) for n, x in tensors.items()}
+    half["mix"] = learned(12, device).float()
+    found = []
+    for _ in range(3):
+        leaves = {n: x.clone().requires_grad_() for n, x in half.items()}
+        out = kernels.lln_diag(**leaves, block=block, overlap=overlap, scale=width**-0.5)
+        found.append((out, *torch.autograd.grad(out.float().square().sum(), list(leaves.values()))))
+    assert all(
+        torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True)
+    )

@@ -34,7 +34,6 @@ from lln.ops.triton.features import (
 )
 from lln.ops.triton.joint.near_kernels import window_of
 from lln.ops.triton.linear.read_kernels import load_log_mass, load_mean, minus_lse
-from lln.ops.triton.linear.summarize_kernels import load_gradients
 
 
 @jit
@@ -154,7 +153,8 @@ def wide_dq_kernel(
 ):
     """DQ and DELTA = ε of ``span`` tiles of queries of one head, and their part of (dM, g).
 
-    DALPHA[head, part] and DMIX[head, part] are stored if asked for.
+    Without PARTS the state is left to :func:`read_backward_kernel`. DALPHA[head, part] and
+    DMIX[head, part] are stored if asked for.
     """
     if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
         k_row = q_row
@@ -181,7 +181,6 @@ def wide_dq_kernel(
     alpha, share = load_scales(ALPHA, MIX, b, h, alpha_batch, alpha_head, True)
     local = 1.0 - share
     back = tl.where(local == 0.0, 0.0, 1.0 / tl.where(local == 0.0, 1.0, local))
-    log_mass = load_log_mass(LOG_MASS, head // group, features, D, False)
     mean = load_mean(MEAN, head // group, features, values, D, E).to(dtype)
     eye = identity(BD, dtype, THROUGH)
     slope = scale * LOG2E
@@ -196,12 +195,15 @@ def wide_dq_kernel(
         dout = load_tile(DOUT, dout_row, start, stop, rows, values, E, BE, FULL)
         out = load_tile(OUT, out_row, start, stop, rows, values, E, BE, FULL)
         both = tl.sum(dout.to(tl.float32) * out.to(tl.float32), axis=1)
+        # in every step anew: a number per feature held through the loop takes 16 registers
+        log_mass = load_log_mass(LOG_MASS, head // group, features, D, False)
         x = as_float(q, eye) * (alpha * LOG2E) + log_mass[None, :]
         p = tl.exp2(minus_lse(x, LSE, tokens, start, stop, rows, 0.0, False))
         g = dot(dout, tl.trans(mean))
         delta = tl.sum(p * g, axis=1)
-        dmean = dot_add(tl.trans(p.to(dtype)), dout, dmean)
-        weighted = dot_add(tl.trans(p.to(dtype)), in_two(delta, dtype), weighted)
+        if PARTS is not None:
+            dmean = dot_add(tl.trans(p.to(dtype)), dout, dmean)
+            weighted = dot_add(tl.trans(p.to(dtype)), in_two(delta, dtype), weighted)
         dq = p * (g - delta[:, None])
         if DALPHA is not None:
             slope_alpha += tl.sum(dq * as_float(q, eye), axis=1)
@@ -229,11 +231,12 @@ def wide_dq_kernel(
             slope_mix += delta - epsilon
         store_tile(DQ, dq_row, start, stop, dq, rows, features, D, BD, FULL)
 
-    base = PARTS + index * (D * E + D)
-    seen = features < D
-    pointers = base + features[:, None] * E + values[None, :]
-    tl.store(pointers, dmean * share, mask=seen[:, None] & (values < E)[None, :])
-    tl.store(base + D * E + features, -share * tl.sum(weighted, axis=1), mask=seen)
+    if PARTS is not None:
+        PARTS += index * (D * E + D)
+        seen = features < D
+        pointers = PARTS + features[:, None] * E + values[None, :]
+        tl.store(pointers, dmean * share, mask=seen[:, None] & (values < E)[None, :])
+        tl.store(PARTS + D * E + features, -share * tl.sum(weighted, axis=1), mask=seen)
     if DALPHA is not None:
         tl.store(DALPHA + index, tl.sum(slope_alpha) * share)
     if DMIX is not None:
@@ -256,7 +259,7 @@ def pull_keys(
     keep,
     block,
     overlap,
-    slope,
+    scale,
     shift,
     dk,
     dv,
@@ -270,16 +273,16 @@ def pull_keys(
     FULL: tl.constexpr,
     HAS_MASK: tl.constexpr,
 ):
-    """Add the queries start … < end to dk / scale and dv; ``shift`` is log2(1 − w)."""
+    """Add the queries start … < end to dk and dv; ``shift`` is log2(1 − w)."""
     q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
     dout = load_tile(DOUT, dout_row, start, end, rows, values, E, BE, FULL)
     i = start + rows
     if FULL:
-        lse, delta = tl.load(LSE + i), tl.load(DELTA + i)
+        lse, delta = tl.load(LSE + i), tl.load(DELTA + i) * scale
     else:
         lse = tl.load(LSE + i, mask=i < end, other=float("inf"))
-        delta = tl.load(DELTA + i, mask=i < end, other=0.0)
-    r = tl.exp2(dot_scores(k, tl.trans(q)) * slope - (lse - shift)[None, :])
+        delta = tl.load(DELTA + i, mask=i < end, other=0.0) * scale
+    r = tl.exp2(dot_scores(k, tl.trans(q)) * (scale * LOG2E) - (lse - shift)[None, :])
     if not FULL:
         edge = i // block * block
         seen = (j[:, None] >= (edge - overlap)[None, :]) & keep[:, None]
@@ -287,8 +290,15 @@ def pull_keys(
     elif HAS_MASK:
         r = tl.where(keep[:, None], r, 0.0)
     dv = dot_add(r.to(dout.dtype), dout, dv)
-    ds = r * (dot(v, tl.trans(dout)) - delta[None, :])
+    ds = r * (dot(v, tl.trans(dout)) * scale - delta[None, :])
     return dot_add(ds.to(q.dtype), q, dk), dv
+
+
+@jit
+def inverse(MASS, features, D: tl.constexpr):
+    """1 / mass of the features, 0 where there is none."""
+    mass = tl.load(MASS + features, mask=features < D, other=0.0)
+    return tl.where(mass == 0.0, 0.0, 1.0 / tl.where(mass == 0.0, 1.0, mass))
 
 
 @jit
@@ -303,7 +313,7 @@ def wide_dkdv_kernel(
     BETA,
     MIX,
     NORM,
-    PARTS,
+    GRADIENT,
     DK,
     DV,
     DBETA,
@@ -334,7 +344,6 @@ def wide_dkdv_kernel(
     overlap,
     tiles,
     span,
-    count,
     scale,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -352,8 +361,8 @@ def wide_dkdv_kernel(
 ):
     """DK and DV of ``span`` tiles of keys of one head, from the GROUP query heads that share it.
 
-    PARTS are the gradients of the state, already weighted. DBETA[key head, part] is stored if asked
-    for. UNROLL: every key is seen by this many tiles of queries, 0 if not all are or by many.
+    GRADIENT is that of the state, (dM, g), weighted. DBETA[key head, part] is stored if asked for.
+    UNROLL: every key is seen by this many tiles of queries, 0 if not all are, or by many.
     """
     if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
         k_row = q_row
@@ -377,15 +386,12 @@ def wide_dkdv_kernel(
     features, values = tl.arange(0, BD), tl.arange(0, BE)
     dtype: tl.constexpr = K.dtype.element_ty
     inside = features < D
-    slope = scale * LOG2E
     beta = tl.load(BETA + b * beta_batch + g * beta_head).to(tl.float32)
     eye = identity(BD, dtype, THROUGH)
-    peak = tl.load(NORM + kv_head * 2 * D + features, mask=inside, other=0.0)
-    mass = tl.load(NORM + kv_head * 2 * D + D + features, mask=inside, other=0.0)
-    shrink = tl.where(mass == 0.0, 0.0, 1.0 / tl.where(mass == 0.0, 1.0, mass))
-    dmean, level = load_gradients(PARTS, kv_head * count, count, features, values, D, E, BD, BE)
-    level *= shrink
-    pull = (dmean * shrink[:, None]).to(dtype)
+    NORM += kv_head * 2 * D
+    GRADIENT += kv_head * (D * E + D)
+    pull = load_mean(GRADIENT, 0, features, values, D, E)
+    pull = (pull * inverse(NORM + D, features, D)[:, None]).to(dtype)
 
     slopes = tl.zeros([COLS], tl.float32)
     for tile in range(part * span, tl.minimum((part + 1) * span, tiles)):
@@ -396,8 +402,23 @@ def wide_dkdv_kernel(
         if HAS_MASK:
             k = tl.where(keep[:, None], k, 0.0)
             v = tl.where(keep[:, None], v, 0.0)
-        dk = tl.zeros([COLS, BD], tl.float32)
-        dv = tl.zeros([COLS, BE], tl.float32)
+        x = as_float(k, eye) * (beta * LOG2E)
+        if NORMALIZE:
+            x = log_softmax(x, inside, 1, D % BD != 0)
+        # in every step anew: a number per feature held through the loop takes 16 registers
+        peak = tl.load(NORM + features, mask=inside, other=0.0)
+        p = tl.exp2(x - peak[None, :])
+        if HAS_MASK or not FULL:
+            p = tl.where(keep[:, None], p, 0.0)
+        level = tl.load(GRADIENT + D * E + features, mask=inside, other=0.0)
+        level *= inverse(NORM + D, features, D)
+        dk = p * (dot(v, tl.trans(pull)) + level[None, :])
+        if NORMALIZE:
+            dk -= tl.exp2(x) * tl.sum(dk, axis=1)[:, None]
+        if DBETA is not None:
+            slopes += tl.sum(dk * as_float(k, eye), axis=1)
+        dk *= beta
+        dv = dot(p.to(dtype), pull)
         begin = tl.maximum(col - overlap, 0) // block * block
         final = tl.minimum(col + COLS, tokens) - 1
         end = tl.minimum(((final + overlap) // block + 1) * block, tokens)
@@ -410,7 +431,7 @@ def wide_dkdv_kernel(
                     dk, dv = pull_keys(
                         k, v, Q + member * q_head, DOUT + member * dout_head,
                         LSE + member * tokens * 2, DELTA + member * tokens, q_row, dout_row,
-                        begin + step * ROWS, end, col + cols, keep, block, overlap, slope, shift,
+                        begin + step * ROWS, end, col + cols, keep, block, overlap, scale, shift,
                         dk, dv, rows, features, values, D, E, BD, BE, FULL, HAS_MASK,
                     )  # fmt: skip
             else:
@@ -418,23 +439,10 @@ def wide_dkdv_kernel(
                     dk, dv = pull_keys(
                         k, v, Q + member * q_head, DOUT + member * dout_head,
                         LSE + member * tokens * 2, DELTA + member * tokens, q_row, dout_row,
-                        start, end, col + cols, keep, block, overlap, slope, shift,
+                        start, end, col + cols, keep, block, overlap, scale, shift,
                         dk, dv, rows, features, values, D, E, BD, BE, FULL, HAS_MASK,
                     )  # fmt: skip
-        x = as_float(k, eye) * (beta * LOG2E)
-        if NORMALIZE:
-            x = log_softmax(x, inside, 1, D % BD != 0)
-        p = tl.exp2(x - peak[None, :])
-        if HAS_MASK or not FULL:
-            p = tl.where(keep[:, None], p, 0.0)
-        dv = dot_add(p.to(dtype), pull, dv)
         store_tile(DV, dv_row, col, tokens, dv, cols, values, E, BE, FULL)
-        gradient = p * (dot(v, tl.trans(pull)) + level[None, :])
-        if NORMALIZE:
-            gradient -= tl.exp2(x) * tl.sum(gradient, axis=1)[:, None]
-        if DBETA is not None:
-            slopes += tl.sum(gradient * as_float(k, eye), axis=1)
-        dk = dk * scale + gradient * beta
         store_tile(DK, dk_row, col, tokens, dk, cols, features, D, BD, FULL)
     if DBETA is not None:
         tl.store(DBETA + kv_head * tl.num_programs(0) + part, tl.sum(slopes))

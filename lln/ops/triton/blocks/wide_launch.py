@@ -21,8 +21,8 @@ from lln.ops.triton.launching import (
     steps,
 )
 from lln.ops.triton.library import floats, mask_stride, rows_contiguous
-from lln.ops.triton.linear.launch import Merged, few_parts
-from lln.ops.triton.tiles import DIAG_PROGRAM, padded, split, tile
+from lln.ops.triton.linear.launch import Merged, merge_gradients, read_backward
+from lln.ops.triton.tiles import DIAG_PROGRAM, Tile, fused_backward, padded, split, tile
 
 Window = tuple[int, int, float]  # block, overlap, scale
 MOST_UNROLLED = 2  # tiles of a window that are walked without a loop: the next window loads ahead
@@ -44,7 +44,7 @@ def wide(
 
 
 def _fitted(queries: int, keys: int, window: Window) -> tuple[int, int]:
-    """Queries of a tile, all of one block, and keys of a tile, no more than a window has."""
+    """Queries of a tile, all of one block, and its keys, no more than a window has."""
     block, overlap, _ = window
     queries, keys = min(queries, padded(block)), min(keys, padded(block + 2 * overlap))
     if block % queries:
@@ -52,6 +52,11 @@ def _fitted(queries: int, keys: int, window: Window) -> tuple[int, int]:
     if block % keys or overlap % keys:
         keys = min(keys, 64)
     return queries, keys
+
+
+def _narrowed(t: Tile, rows: int) -> Tile:
+    """A tile of fewer rows: four warps for every 64, more would do the same work twice."""
+    return t._replace(rows=rows, warps=min(t.warps, max(4, rows // 16)))
 
 
 def _regular(queries: int, keys: int, tokens: int, window: Window) -> tuple[bool, bool]:
@@ -82,9 +87,10 @@ def _wide_plan(
     block, overlap, scale = window
     t = tile("wide", d, e, dtype, device)
     rows, columns = _fitted(t.rows, t.columns, window)
+    t = _narrowed(t, rows)
     full, same = _regular(rows, columns, tokens, window)
     per_block, tiles = _tiles(rows, tokens, block)
-    pieces, span = split(tiles * rows, b * heads, t._replace(rows=rows), device)
+    pieces, span = split(tiles * rows, b * heads, t, device)
     out = rows_of(q, e)
     every = q_strides, k[1], v[1], out[1]
     return out, Launch(
@@ -109,7 +115,9 @@ def wide_backward(
         *given, out.stride(), alpha.stride(), window
     )
     need_alpha, need_beta, need_mix = slopes
-    dq, parts = q.new_empty_strided(*dq_rows), floats(q, *parts_shape)
+    dq, parts = q.new_empty_strided(*dq_rows), None
+    if fused_backward(q.shape[-1], v.shape[-1]):
+        parts = floats(q, *parts_shape)
     delta = floats(q, *q.shape[:3])
     dalpha = floats(q, *q.shape[:2], pieces) if need_alpha else None
     dmix = floats(q, *q.shape[:2], pieces) if need_mix else None
@@ -117,13 +125,17 @@ def wide_backward(
         q, k, v, out, dout, lse, key_mask, alpha, mix, state.log_mass, state.mean, dq, delta, parts,
         dalpha, dmix,
     )  # fmt: skip
-    parts = few_parts(parts, q.shape[-1], v.shape[-1])
+    if parts is None:
+        _, parts, _ = read_backward(
+            dout, q, alpha, lse, state.log_mass, state.mean, parts_only=True, mix=mix, share=0.5
+        )
+    gradient = parts if parts.shape[1] == 1 else merge_gradients(parts)
     dk_rows, dv_rows, pieces, launch = _wide_dkdv_plan(
-        *given, beta.stride(), window, parts.shape[1], normalize_keys
+        *given, beta.stride(), window, normalize_keys
     )
     dk, dv = k.new_empty_strided(*dk_rows), v.new_empty_strided(*dv_rows)
     dbeta = floats(k, *k.shape[:2], pieces) if need_beta else None
-    launch(q, k, v, dout, lse, delta, key_mask, beta, mix, state.norm, parts, dk, dv, dbeta)
+    launch(q, k, v, dout, lse, delta, key_mask, beta, mix, state.norm, gradient, dk, dv, dbeta)
     dalpha, dbeta, dmix = (
         x if x is None else x.sum(over) for x, over in ((dalpha, -1), (dbeta, -1), (dmix, (0, -1)))
     )
@@ -139,9 +151,10 @@ def _wide_dq_plan(
     block, overlap, scale = window
     t = tile("wide_dq", d, e, dtype, device)
     rows, columns = _fitted(t.rows, t.columns, window)
+    t = _narrowed(t, rows)
     full, same = _regular(rows, columns, tokens, window)
     per_block, tiles = _tiles(rows, tokens, block)
-    pieces, span = split(tiles * rows, b * heads, t._replace(rows=rows), device, merged=True)
+    pieces, span = split(tiles * rows, b * heads, t, device, merged=True)
     dq, group = rows_of(q, d), heads // kv_heads
     every = q_strides, k[1], v[1], out, dout, dq[1]
     launch = Launch(
@@ -158,23 +171,22 @@ def _wide_dq_plan(
 @planned
 def _wide_dkdv_plan(
     q: Layout, k: Layout, v: Layout, dout: tuple[int, ...], mask: int | None,
-    beta: tuple[int, ...], window: Window, count: int, normalize_keys: bool,
+    beta: tuple[int, ...], window: Window, normalize_keys: bool,
 ) -> tuple[Any, Any, int, Launch]:  # fmt: skip
     ((b, heads, tokens, d), q_strides, dtype, device), (_, kv_heads, _, e) = q, v[0]
     block, overlap, scale = window
     t = tile("wide_dkdv", d, e, dtype, device)
     rows, columns = _fitted(t.columns, t.rows, window)
+    t = _narrowed(t, columns)
     full, same = _regular(rows, columns, tokens, window)
     group, tiles = heads // kv_heads, steps(tokens, columns)
-    pieces, span = split(
-        tiles * columns, b * kv_heads, t._replace(rows=columns), device, program=DIAG_PROGRAM
-    )
+    pieces, span = split(tiles * columns, b * kv_heads, t, device, program=DIAG_PROGRAM)
     dk, dv = rows_of(k, d), rows_of(v, e)
     every = q_strides, k[1], v[1], dout, dk[1], dv[1]
     launch = Launch(
         wide_dkdv_kernel, (pieces, b * kv_heads),
         (*row_strides(*every), mask or 0, *beta, kv_heads, tokens, block, overlap, tiles,
-         span // columns, count, scale),
+         span // columns, scale),
         D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, COLS=columns, GROUP=group,
         UNROLL=_unrolled(t.ahead and same and group == 1, block // rows), FULL=full,
         HAS_MASK=mask is not None, NORMALIZE=normalize_keys, ALIKE=alike(*every), **t.options,
