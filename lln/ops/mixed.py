@@ -1,9 +1,10 @@
 """Both branches on a GPU where no kernel of ours fuses them: our kernels beside plain PyTorch.
 
-LLN+Diag whose blocks no kernel takes (too large, overlapping, or fewer queries than keys): the LLN
-branch, which grows with the sequence, by its Triton kernel, and the near keys by the kernel of
-windows where it fits. Near and far under one normaliser, with far keys that no kernel takes: the
-near keys by the kernel of windows, the far ones by plain PyTorch.
+LLN+Diag whose blocks no kernel takes (large or overlapping ones in float32, sinks, features of
+their own, causal windows, or fewer queries than keys): the LLN branch, which grows with the
+sequence, by its Triton kernel, and the near keys by the kernel of windows where it fits. Near and
+far under one normaliser, with far keys that no kernel takes: the near keys by the kernel of
+windows, the far ones by plain PyTorch.
 """
 
 from __future__ import annotations

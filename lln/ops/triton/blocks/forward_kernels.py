@@ -3,7 +3,7 @@
 
     out_i = w Σ_l A_il M_l + (1 − w) Σ_j R_ij v_j,   R = softmax over the keys j of the block of i
 
-A tile holds whole blocks: one of 64 or 128 tokens, or several smaller ones, told apart by a mask.
+A tile holds whole blocks: one of 64 tokens, or several smaller ones, told apart by a mask.
 The fused kernel reads q once for both branches.
 """
 

@@ -17,6 +17,7 @@ from lln.ops.triton.features import (
     FLOOR,
     LOG2E,
     as_float,
+    dot,
     dot_add,
     dot_scores,
     identity,
@@ -61,8 +62,12 @@ def attend_keys(
     FULL: tl.constexpr,
     HAS_MASK: tl.constexpr,
     FLIP: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
-    """Add the keys col … of a window to a running softmax (base 2); ``slope`` is positive."""
+    """Add the keys col … of a window to a running softmax (base 2); ``slope`` is positive.
+
+    FIRST: nothing is in it yet.
+    """
     k = load_tile(K, k_row, col, last, cols, features, D, BD, FULL)
     v = load_tile(V, v_row, col, last, cols, values, E, BE, FULL)
     s = dot_scores(q, tl.trans(k))
@@ -75,9 +80,12 @@ def attend_keys(
             v = tl.where(keep[:, None], v, 0.0)
     new = tl.maximum(top, tl.max(s, axis=1) * slope)
     p = tl.exp2(s * slope - new[:, None])
-    shrink = tl.exp2(top - new)
-    weight = weight * shrink + tl.sum(p, axis=1)
-    total = dot_add(p.to(v.dtype), v, total * shrink[:, None])
+    if FIRST:
+        weight, total = tl.sum(p, axis=1), dot(p.to(v.dtype), v)
+    else:
+        shrink = tl.exp2(top - new)
+        weight = weight * shrink + tl.sum(p, axis=1)
+        total = dot_add(p.to(v.dtype), v, total * shrink[:, None])
     return new, weight, total
 
 
@@ -175,13 +183,13 @@ def wide_kernel(
             for step in tl.static_range(UNROLL):
                 top, weight, total = attend_keys(
                     q, K, V, MASK, k_row, v_row, first + step * COLS, last, slope, top, weight,
-                    total, cols, features, values, D, E, BD, BE, FULL, HAS_MASK, FLIP,
+                    total, cols, features, values, D, E, BD, BE, FULL, HAS_MASK, FLIP, step == 0,
                 )  # fmt: skip
         else:
             for col in range(first, last, COLS):
                 top, weight, total = attend_keys(
                     q, K, V, MASK, k_row, v_row, col, last, slope, top, weight, total, cols,
-                    features, values, D, E, BD, BE, FULL, HAS_MASK, FLIP,
+                    features, values, D, E, BD, BE, FULL, HAS_MASK, FLIP, False,
                 )  # fmt: skip
         out = total * ((1.0 - share) / tl.where(weight == 0.0, 1.0, weight))[:, None]
         if SAVE:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from lln.ops.triton.blocks.launch import empty_diag_lse
-from lln.ops.triton.blocks.wide_backward_kernels import wide_dkdv_kernel, wide_dq_kernel
+from lln.ops.triton.blocks.wide_dkdv_kernels import wide_dkdv_kernel
+from lln.ops.triton.blocks.wide_dq_kernels import wide_dq_kernel
 from lln.ops.triton.blocks.wide_kernels import wide_kernel
 from lln.ops.triton.launching import (
     Launch,

@@ -56,7 +56,7 @@ USED_BY = {
 }
 FIXED_ROWS = ("diag", "diag_backward", "causal", "causal_dq", "causal_dkdv")  # by their blocks
 WIDE = ("wide", "wide_dq", "wide_dkdv")
-WIDE_SHAPES = ((64, 4, 64), (64, 4, 128), (64, 8, 64), (128, 8, 64), (128, 8, 128))
+WIDE_SHAPES = ((64, 4, 32), (64, 4, 64), (64, 4, 128), (128, 8, 32), (128, 8, 64), (128, 8, 128))
 ANY_VALUES = ("summarize", "read", "read_backward", "summarize_backward")
 NEAR = ("near", "near_dq", "near_dkdv")
 JOINT = (*NEAR, "far_read", "far_read_backward", "far_keys")
@@ -123,6 +123,13 @@ def trials(kernel: str, width: int) -> list[Trial]:
             for s in (1, 2, 3)
             for t in through
             for a in (False, True)
+        ]
+        others += [  # more programs with fewer registers each
+            Tile(64, 4, s, p, t, registers=r, columns=c)
+            for p, r in ((3, 168), (4, 128))
+            for c in (32, 64)
+            for s in (1, 2, 3)
+            for t in through
         ]
     if kernel.startswith("causal"):
         others += [tile._replace(sums=not now.sums) for tile in [now, *others]]
