@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lln.ops.triton.blocks.launch import empty_diag_lse
-from lln.ops.triton.blocks.wide_dkdv_kernels import wide_dkdv_kernel
-from lln.ops.triton.blocks.wide_dq_kernels import wide_dq_kernel
+from lln.ops.triton.blocks.wide_backward_kernels import wide_dkdv_kernel, wide_dq_kernel
 from lln.ops.triton.blocks.wide_kernels import wide_kernel
 from lln.ops.triton.launching import (
     Launch,
@@ -190,6 +189,7 @@ def _wide_dkdv_plan(
          span // columns, scale),
         D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, COLS=columns, GROUP=group,
         UNROLL=_unrolled(t.ahead and same and group == 1, block // rows), FULL=full,
-        HAS_MASK=mask is not None, NORMALIZE=normalize_keys, ALIKE=alike(*every), **t.options,
+        WHOLE=block % rows == 0, HAS_MASK=mask is not None, NORMALIZE=normalize_keys,
+        ALIKE=alike(*every), **t.options,
     )  # fmt: skip
     return dk, dv, pieces, launch
