@@ -215,10 +215,10 @@ def block_fits(d: int, e: int, dtype: torch.dtype, block: int, device: torch.dev
 def in_windows(d: int, e: int, dtype: torch.dtype, block: int, overlap: int) -> bool:
     """Whether LLN+Diag walks the windows of its queries tile by tile.
 
-    Where no tile holds a whole one, and where both branches of wide heads do not fit the registers.
+    Where no tile holds a whole one, and where one backward kernel would not hold both branches.
     """
-    wide = max(padded(d), padded(e)) > 64 and block > LARGEST_BLOCK // 2
-    return dtype.itemsize == 2 and (overlap > 0 or block > LARGEST_BLOCK or wide)
+    large = overlap > 0 or block > LARGEST_BLOCK or not fused_backward(d, e)
+    return dtype.itemsize == 2 and large
 
 
 def near_fits(d: int, e: int) -> bool:
@@ -252,7 +252,7 @@ def step_fits(d: int, slots: int, e: int) -> bool:
 
 
 def fused_backward(d: int, e: int) -> bool:
-    """Whether one backward kernel of LLN+Diag holds both branches in registers."""
+    """Whether one backward kernel of LLN+Diag holds the gradients of a state, too, in registers."""
     return max(padded(d), padded(e)) <= 64
 
 

@@ -118,7 +118,7 @@ def test_blocks(block, dtype, device):
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_learned_mix(width, device):
-    """Also of heads so wide that the gradients of an average take one branch after the other."""
+    """Also of heads so wide that the gradients of the state take a pass of their own."""
     tensors = inputs(1, 2, 300, width=width, key_heads=1, device=device)
     tensors["mix"] = torch.rand(2, dtype=torch.float64, device=device)
     compare(kernels.lln_diag, blend, tensors, torch.bfloat16, floor=0.1, **OPS["lln_diag"])

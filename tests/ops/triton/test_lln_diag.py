@@ -55,7 +55,7 @@ def test_learned_mix_of_blocks_without_a_kernel(device):
 
 
 def test_wide_heads(device):
-    """One branch after the other in the backward pass: the second adds to the first."""
+    """Small blocks tile by tile, as large ones."""
     tensors = inputs(1, 2, 50, None, 128, 32, key_heads=1, device=device)
     mask = torch.rand(1, 50, device=device) > 0.3
     compare(

@@ -22,7 +22,7 @@ from lln.ops.triton.blocks.launch import diag, diag_backward, empty_diag_lse
 from lln.ops.triton.blocks.wide_launch import wide, wide_backward
 from lln.ops.triton.library import empty_rows
 from lln.ops.triton.linear import launch
-from lln.ops.triton.tiles import LARGEST_BLOCK, MERGE_IN_READER, fused_backward, in_windows
+from lln.ops.triton.tiles import LARGEST_BLOCK, MERGE_IN_READER, in_windows
 from lln.ops.triton.triangle.causal import causal
 
 
@@ -128,11 +128,6 @@ def _backward_impl(
             dout, out, q, k, v, key_mask, alpha, beta, mix, lse, state, (block, overlap, scale),
             normalize_keys=normalize_keys, slopes=slopes,
         )  # fmt: skip
-    if mix is None and not fused_backward(q.shape[-1], v.shape[-1]):
-        return _one_branch_after_the_other(
-            dout, q, k, v, alpha, beta, key_mask, lse, state, block, scale, normalize_keys,
-            need_alpha, need_beta,
-        )  # fmt: skip
     _, parts, _ = launch.read_backward(
         dout, q, alpha, lse, log_mass, mean, parts_only=True, mix=mix, share=0.5
     )
@@ -140,26 +135,6 @@ def _backward_impl(
         dout, q, k, v, key_mask, lse, block=block, scale=scale, alpha=alpha, beta=beta, mix=mix,
         state=state, parts=parts, normalize_keys=normalize_keys, linear=True, slopes=slopes,
     )  # fmt: skip
-
-
-def _one_branch_after_the_other(
-    dout, q, k, v, alpha, beta, key_mask, lse, state, block, scale, normalize_keys, need_alpha,
-    need_beta,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The gradients of wide heads: both branches at once would not fit the registers."""
-    dq, parts, dalpha = launch.read_backward(
-        dout, q, alpha, lse, state.log_mass, state.mean, need_alpha=need_alpha, share=0.5
-    )
-    dk, dv, dbeta = launch.summarize_backward(
-        parts, k, v, beta, key_mask, state.norm,
-        normalize_keys=normalize_keys, need_beta=need_beta,
-    )  # fmt: skip
-    local_lse = lse[:, :, -1:]  # of half precision; float32 keeps none and asks for none
-    diag_backward(
-        dout, q, k, v, key_mask, local_lse, block=block, scale=scale, linear=False,
-        add_to=(dq, dk, dv),
-    )  # fmt: skip
-    return dq, dk, dv, dalpha, dbeta, None
 
 
 def _backward_fake(
