@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 # plain PyTorch, carry its name and a suffix.
 LINEAR = (
     *("summarize", "read", "bidirectional", "causal", "lln_diag", "varlen", "decode"),
-    *("far", "join_far", "causal_average"),
+    *("far", "near_far", "causal_average"),
 )
-BLOCKS = ("block_diagonal", "lln_diag", "causal_average", "varlen", "near")
+BLOCKS = ("block_diagonal", "lln_diag", "causal_average", "varlen", "near", "near_far")
 CONVOLUTION = ("convolution",)
 SUFFIXES = ("", "_train", "_backward", "_eager", "_backward_eager")
 
@@ -97,7 +97,14 @@ def _products(x: Tensor, width: int) -> int:
 
 def _linear(given: SimpleNamespace) -> int:
     values = (given.v if hasattr(given, "v") else given.mean).shape[-1]
-    return sum(_products(getattr(given, x), values) for x in ("q", "k") if hasattr(given, x))
+    features = (_features(given, x) for x in ("q", "k") if hasattr(given, x))
+    return sum(_products(x, values) for x in features)
+
+
+def _features(given: SimpleNamespace, name: str) -> Tensor:
+    """What the linear form sees: of far keys it may be something else than queries and keys."""
+    own = getattr(given, f"{name}_far", None)
+    return getattr(given, name) if own is None else own
 
 
 def _blocks(given: SimpleNamespace) -> int:

@@ -55,7 +55,7 @@ def near_far(
             tensors.
 
     Numerics: both logarithms are by-products of sums that cannot overflow; computed in float32 or
-    wider and rounded once (the kernels round the near output before they join it). Without a near
+    wider and rounded once (the kernels round the means of far keys, as values are). Without a near
     key u = 0, without a far one u = 1, without both the output and its gradients are 0.
     """
     dropout = slot_dropout is not None or probability_dropout is not None or near_kept is not None

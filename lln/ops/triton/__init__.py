@@ -36,7 +36,7 @@ _MODULES = {
     "varlen": "linear.varlen",
     "decode": "linear.decode",
     "causal": "triangle.causal",
-    "block_causal": "joint.far",
+    "block_causal": "joint.near_far",
     "block_diagonal": "blocks.block_diagonal",
     "lln_diag": "blocks.lln_diag",
     "near": "joint.near_far",

@@ -73,25 +73,22 @@ HALF = {
         64: Tile(64, 4, 2, 2, through=False, ahead=True),
         128: Tile(64, 4, 2, 2, through=False, columns=32),
     },
-    "far_read": {
-        64: Tile(64, 4, 1, 3, through=False),
-        128: Tile(64, 8, 1, 2, through=False),
-        256: Tile(32, 8, 1, 1, through=False),
-    },
-    "far_read_backward": {
-        64: Tile(32, 4, 1, 2, through=False),
-        128: Tile(32, 8, 1, 1, through=False),
-        256: Tile(32, 8, 1, 1, through=False),
-    },
-    "far_keys": {
-        64: Tile(64, 4, 1, 2, through=False),
-        128: Tile(64, 8, 2, 1, through=False),
-        256: Tile(32, 8, 1, 1, through=False),
-    },
-    # not measured yet
+    # not measured yet: windows alone, and with far keys
     "near": {64: Tile(64, 4, 2, 3), 128: Tile(64, 8, 2, 1)},
     "near_dq": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
     "near_dkdv": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
+    "joint": {64: Tile(64, 4, 2, 3), 128: Tile(64, 8, 2, 1), 256: Tile(32, 8, 1, 1)},
+    "joint_dq": {
+        64: Tile(64, 4, 2, 2, through=False),
+        128: Tile(128, 8, 1, 1, through=False),
+        256: Tile(32, 8, 1, 1, through=False),
+    },
+    "joint_dkdv": {
+        64: Tile(64, 4, 2, 2, through=False),
+        128: Tile(64, 8, 2, 1, through=False),
+        256: Tile(32, 8, 1, 1, through=False),
+    },
+    "joint_segments": {64: Tile(64, 4, 3, 3), 128: Tile(64, 8, 3, 1), 256: Tile(32, 8, 2, 1)},
     "causal": {64: Tile(64, 4, 3, 2), 128: Tile(64, 8, 1, 1)},
     "causal_dq": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
     "causal_dkdv": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
@@ -121,14 +118,16 @@ _HALF_IN_99: dict[str, Table] = {
         128: Tile(64, 8, 1, 1, through=False),
         256: Tile(32, 8, 1, 1, values=32),
     },
-    "far_keys": {128: Tile(64, 8, 1, 1, through=False)},
     "wide": {64: Tile(64, 4, 2, 2)},
     "wide_dkdv": {64: Tile(64, 4, 2, 2, through=False)},
+    "joint": {128: Tile(64, 8, 1, 1, through=False)},
+    "joint_dq": {128: Tile(32, 8, 1, 1, through=False)},
+    "joint_dkdv": {128: Tile(64, 8, 1, 1, through=False)},
+    "joint_segments": {128: Tile(64, 8, 1, 1, through=False)},
 }
 # float32 without loads in flight where they do not fit
 _SINGLE_IN_99: dict[str, Table] = {
-    kernel: {**SINGLE, 64: Tile(32, 4, 1, 2)}
-    for kernel in ("causal", "causal_dkdv", "far_read_backward")
+    kernel: {**SINGLE, 64: Tile(32, 4, 1, 2)} for kernel in ("causal", "causal_dkdv", "joint_dq")
 }
 HALF_BY_MEMORY: dict[int, dict[str, Table]] = {227: HALF, 163: HALF, 99: _with(_HALF_IN_99)}
 SINGLE_BY_MEMORY: dict[int, dict[str, Table]] = {227: {}, 163: {}, 99: _SINGLE_IN_99}

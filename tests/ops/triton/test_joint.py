@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lln.ops import reference
 from lln.ops import triton as kernels
+from lln.ops.triton.joint.launch import Window
 from lln.protocols import Call
-from tests.helpers import ADVERSARIAL, adversarial, random_qkv, random_scales
+from tests.helpers import ADVERSARIAL, adversarial, random_qkv, random_scales, run_with_grads
 from tests.ops.triton.compare import compare
 
 WINDOWS = [
@@ -71,6 +72,111 @@ def test_masks_groups_sinks_and_unequal_widths(dtype, normalize_keys, is_causal,
     check(tensors, dtype, normalize_keys=normalize_keys, **options)
 
 
+def alike(op):
+    """Near and far attention whose features of far keys are the queries and keys themselves."""
+    return lambda q, k, v, **options: op(q, k, v, q_far=q, k_far=k, **options)
+
+
+def own(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x for name, x in tensors.items() if not name.endswith("_far")}
+
+
+# Whole tiles of 64 tokens, without and with a segment that is cut at the start; then neither.
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "tokens, block, overlap, dtype",
+    [
+        (256, 128, 0, torch.float16),
+        (256, 128, 64, torch.float16),
+        (192, 64, 64, torch.float16),
+        (75, 32, 16, torch.float32),
+    ],
+)
+def test_features_that_are_queries_and_keys(tokens, block, overlap, dtype, is_causal, device):
+    tensors = own(inputs(tokens, batch=1, heads=2, key_heads=1, device=device))
+    options = {"block": block, "overlap": overlap, "is_causal": is_causal, "scale": 0.25}
+    compare(
+        alike(kernels.near_far), alike(reference.near_far), tensors, dtype, floor=0.1, **options
+    )
+
+
+def test_features_that_are_queries_have_no_gradient_of_their_own(device):
+    """One tensor each for q and k leaves the kernels: nothing is added afterwards."""
+    given = {name: x.float() for name, x in own(inputs(64, device=device)).items()}
+    q, k, v = (given.pop(name).requires_grad_() for name in "qkv")
+    out = alike(kernels.near_far)(q, k, v, **given, block=16, scale=0.25)
+    edges = [function for function, _ in out.grad_fn.next_functions if function is not None]
+    assert len(edges) == 3
+
+
+def test_masks_groups_and_sinks_with_features_that_are_queries_and_keys(device):
+    mask = torch.rand(2, 60, device=device) > 0.3
+    mask[0, :36] = False  # blocks that see nothing, near or far
+    options = {"block": 16, "overlap": 16, "sinks": 3, "is_causal": True, "key_mask": mask}
+    tensors = own(inputs(60, heads=2, key_heads=1, device=device))
+    compare(
+        alike(kernels.near_far), alike(reference.near_far), tensors, torch.float32, floor=0.1,
+        scale=0.25, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("slots, dtype", [(64, torch.float16), (48, torch.float32)])
+def test_more_slots_than_features(slots, dtype, device):
+    tensors = inputs(128, batch=1, heads=2, key_heads=1, slots=slots, device=device)
+    check(tensors, dtype, block=64, overlap=0, is_causal=False)
+
+
+def test_features_of_keys_alone(device):
+    tensors = inputs(70, batch=1, heads=1, key_heads=1, device=device)
+    del tensors["q_far"]
+    compare(
+        lambda q, **given: kernels.near_far(q, q_far=q, **given),
+        lambda q, **given: reference.near_far(q, q_far=q, **given),
+        tensors, torch.float32, floor=0.1, scale=0.25, block=16,
+    )  # fmt: skip
+
+
+def test_a_scale_of_zero(device):
+    """The gradients of near and far keys share an accumulator, which is scaled at the end."""
+    tensors = own(inputs(64, batch=1, heads=1, key_heads=1, device=device))
+    options = {"block": 16, "overlap": 16, "scale": 0.0}
+    compare(
+        alike(kernels.near_far), alike(reference.near_far), tensors, torch.float32, floor=0.1,
+        **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("overlap", [0, 16, 32])
+def test_later_keys_may_hold_anything(overlap, device):
+    tensors = {name: x.float() for name, x in inputs(96, device=device).items()}
+    options = {"block": 16, "overlap": overlap, "is_causal": True, "scale": 0.25}
+    expected = kernels.near_far(**tensors, **options)
+    later = torch.arange(96, device=device)[:, None] >= 64
+    for value in (torch.nan, torch.inf):
+        spoilt = {name: tensors[name].masked_fill(later, value) for name in ("k", "v", "k_far")}
+        found = kernels.near_far(**{**tensors, **spoilt}, **options)
+        assert torch.equal(found[:, :, :64], expected[:, :, :64])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("block", [16, 48, 64])
+@pytest.mark.parametrize("overlap", [-1, 0, 16, 24, 32, 80])
+@pytest.mark.parametrize("tokens", [1, 100, 192])
+def test_windows_begin_and_end_between_segments(tokens, block, overlap, is_causal):
+    if overlap < 0 and not is_causal:
+        return
+    overlap = -block if overlap < 0 else overlap
+    window = Window(block, overlap, 1.0, is_causal, tokens)
+    edges = {window.origin + n * window.step for n in range(window.segments + 1)}
+    assert min(edges) <= 0 < min(edges) + window.step and max(edges) >= tokens
+    for number in range(window.blocks):
+        first = number * block - overlap
+        last = (number + 1) * block + overlap
+        assert first <= 0 or first in edges
+        assert first <= window.origin + window.states * window.step or first <= 0
+        assert is_causal or last >= tokens or last in edges
+
+
 def test_hidden_keys_may_hold_anything(device):
     tensors = {name: x.float() for name, x in inputs(64, device=device).items()}
     mask = torch.rand(2, 64, device=device) > 0.3
@@ -121,9 +227,12 @@ def test_the_same_call_gives_the_same_bits(device):
     given = inputs(100, batch=1, heads=1, key_heads=1, device=device)
     tensors = {name: x.float() for name, x in given.items()}
     options = {"block": 16, "overlap": 16, "is_causal": False, "scale": 0.25}
-    assert torch.equal(
-        kernels.near_far(**tensors, **options), kernels.near_far(**tensors, **options)
+    d_out = torch.randn(1, 1, 100, 16, device=device)
+    one, other = (
+        run_with_grads(lambda **t: kernels.near_far(**t, **options), tensors, d_out)
+        for _ in range(2)
     )
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize(

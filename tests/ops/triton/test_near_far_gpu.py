@@ -47,6 +47,59 @@ def test_bfloat16_against_float64(block, overlap, sinks, far, is_causal, masked)
         assert relative_error(found[name], expected) < 0.02, name
 
 
+def own(width: int, dtype: torch.dtype) -> dict:
+    """Features that are queries and keys, of heads that share no keys."""
+    given = {name: torch.randn(2, 4, 1024, width).cuda().to(dtype) for name in "qkv"}
+    scales = {name: torch.rand(2, 4).cuda() + 1 for name in ("alpha", "beta")}
+    return {**given, **scales, "gamma": torch.randn(2, 4).cuda()}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("overlap", [0, 64, 128])
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_features_that_are_queries_and_keys(dtype, width, block, overlap, is_causal):
+    """Whole tiles, the fast path, twice to the same bits."""
+    given = own(width, dtype)
+    options = {"block": block, "overlap": overlap, "scale": width**-0.5, "is_causal": is_causal}
+    d_out = torch.randn(2, 4, 1024, width, device="cuda").to(dtype)
+    exact = run_with_grads(
+        lambda **t: near_far(**t, **options, impl="eager"),
+        {name: x.double() for name, x in given.items()},
+        d_out.double(),
+    )
+    found, again = (
+        run_with_grads(lambda **t: near_far(**t, **options, impl="triton"), given, d_out)
+        for _ in range(2)
+    )
+    limit = 0.02 if dtype == torch.bfloat16 else 0.003
+    for name, expected in exact.items():
+        assert relative_error(found[name], expected) < limit, name
+        assert torch.equal(found[name], again[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("slots", [32, 128, 256])
+def test_other_numbers_of_slots(slots, dtype):
+    if dtype == torch.float32 and slots == 256:
+        return  # beyond the registers of a program
+    given = own(32 if slots == 256 else 64, dtype)
+    far = {name: torch.randn(2, 4, 1024, slots).cuda().to(dtype) for name in ("q_far", "k_far")}
+    options = {"block": 128, "overlap": 64, "scale": 0.125}
+    d_out = torch.randn_like(given["v"])
+    exact = run_with_grads(
+        lambda **t: near_far(**t, **options, impl="eager"),
+        {name: x.double() for name, x in {**given, **far}.items()},
+        d_out.double(),
+    )
+    found = run_with_grads(
+        lambda **t: near_far(**t, **options, impl="triton"), {**given, **far}, d_out
+    )
+    for name, expected in exact.items():
+        assert relative_error(found[name], expected) < 0.02, name
+
+
 def test_the_kernels_are_taken_where_they_fit():
     q, k, v = (tensors()[name].bfloat16() for name in "qkv")
     options = {"diag_block": 128, "mix": "joint"}

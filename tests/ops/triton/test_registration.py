@@ -41,9 +41,9 @@ def arguments(name: str, device: str) -> tuple:
         "causal": (q, k, v, alpha, beta, log_mass, mean, mask, False),
         "causal_average": (q, k, v, alpha, beta, mask, 16, 0.2, False),
         "near": (q, k, v, sinks, mask, 16, 0, 0.2, True),
-        "join_far": (
-            *tensors(device, Q, Q[:3]), q, k, v, alpha, beta, *tensors(device, ALPHA), mask,
-            False, 16, 0, False,
+        "near_far": (
+            q, k, v, None, *tensors(device, K), alpha, beta, *tensors(device, ALPHA), sinks, mask,
+            mask, False, 16, 16, 0.2, False,
         ),
         "varlen": (*packed, cu, cu, alpha, beta, None, False),
         "decode": (*step, *(x.detach() for x in (log_mass, mean, alpha, beta)), None, False),
@@ -62,7 +62,7 @@ OPS = (
     *("bidirectional_train", "summarize", "read", "lln_diag_train", "block_diagonal"),
     *(
         "near",
-        "join_far",
+        "near_far",
         "causal",
         "causal_average",
         "varlen",

@@ -9,8 +9,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lln.ops.registration import register
-from lln.ops.triton.joint import near_launch as launch
-from lln.ops.triton.library import contiguous_mask, empty_rows, floats, rows_contiguous
+from lln.ops.triton.joint.launch import Near, Window, forward
+from lln.ops.triton.joint.launch_backward import backward
+from lln.ops.triton.library import empty_rows, floats
 
 
 def near_with_log(
@@ -32,16 +33,12 @@ def near_with_log(
     return _near(q, k, v, sinks, key_mask, block, overlap, scale, is_causal)
 
 
-def _prepared(q, k, v, sinks, key_mask) -> tuple[Any, Any, Any, Any, Any]:
-    q, k, v = (rows_contiguous(x) for x in (q, k, v))
-    return q, k, v, launch.contiguous_positions(sinks), contiguous_mask(key_mask)
-
-
 def _near_impl(q, k, v, sinks, key_mask, block, overlap, scale, causal) -> tuple[Tensor, Tensor]:
     if q.numel() == 0 or v.numel() == 0:
         out, log = _near_fake(q, k, v, sinks, key_mask, block, overlap, scale, causal)
         return out.zero_(), log.fill_(-torch.inf)
-    return launch.near(*_prepared(q, k, v, sinks, key_mask), (block, overlap, scale, causal))
+    window = Window(block, overlap, scale, causal, q.shape[2])
+    return forward(Near.prepared(q, k, v, sinks, key_mask), None, window)[:2]
 
 
 def _near_fake(q, k, v, sinks, key_mask, block, overlap, scale, causal) -> tuple[Tensor, Tensor]:
@@ -53,8 +50,9 @@ def _backward_impl(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if q.numel() == 0 or v.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    given = _prepared(q, k, v, sinks, key_mask)
-    return launch.near_backward(dout, dlog, *given, out, log, (block, overlap, scale, causal))
+    window = Window(block, overlap, scale, causal, q.shape[2])
+    near = Near.prepared(q, k, v, sinks, key_mask)
+    return backward(dout, dlog.contiguous(), near, None, out, log, None, window)[:3]
 
 
 def _backward_fake(dout, dlog, q, k, v, *others: Any) -> tuple[Tensor, Tensor, Tensor]:

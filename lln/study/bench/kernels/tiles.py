@@ -47,19 +47,20 @@ USED_BY = {
     "causal_dkdv": ("causal", TRAINING),
     "statistics": ("measured", FORWARD),
     "convolution": ("convolution", TRAINING),
-    "near": ("near_far", FORWARD),
-    "near_dq": ("near_far", TRAINING),
-    "near_dkdv": ("near_far", TRAINING),
-    "far_read": ("near_far", FORWARD),
-    "far_read_backward": ("near_far", TRAINING),
-    "far_keys": ("near_far", TRAINING),
+    "near": ("lln_diag_overlap", FORWARD),
+    "near_dq": ("lln_diag_overlap", TRAINING),
+    "near_dkdv": ("lln_diag_overlap", TRAINING),
+    "joint": ("near_far", FORWARD),
+    "joint_dq": ("near_far", TRAINING),
+    "joint_dkdv": ("near_far", TRAINING),
+    "joint_segments": ("near_far", FORWARD),
 }
 FIXED_ROWS = ("diag", "diag_backward", "causal", "causal_dq", "causal_dkdv")  # by their blocks
 WIDE = ("wide", "wide_dq", "wide_dkdv")
 WIDE_SHAPES = ((64, 4, 32), (64, 4, 64), (64, 4, 128), (128, 8, 32), (128, 8, 64), (128, 8, 128))
 ANY_VALUES = ("summarize", "read", "read_backward", "summarize_backward")
 NEAR = ("near", "near_dq", "near_dkdv")
-JOINT = (*NEAR, "far_read", "far_read_backward", "far_keys")
+JOINT = ("joint", "joint_dq", "joint_dkdv", "joint_segments")
 NO_CONVERSION = ("statistics", "convolution", *NEAR)
 WIDTHS = (64, 128)
 LENGTH, HEADS = 4096, 12
@@ -80,7 +81,8 @@ class Trial:
     def case(self) -> Case:
         op, passes = USED_BY[self.kernel]
         shape = {"N": LENGTH, "B": TOKENS // LENGTH, "H": HEADS, "D": self.width}
-        return Case(op, "triton", passes=passes, dtype=self.dtype, device="cuda", **shape)
+        impl = "mixed" if self.kernel in NEAR else "triton"
+        return Case(op, impl, passes=passes, dtype=self.dtype, device="cuda", **shape)
 
 
 def current(kernel: str, width: int) -> Tile:
@@ -104,8 +106,8 @@ def trials(kernel: str, width: int) -> list[Trial]:
         raise ValueError(f"kernel={kernel!r} is unknown; choose from {', '.join(USED_BY)}")
     now = current(kernel, width)
     rows = (now.rows,) if kernel in FIXED_ROWS else sorted({64, now.rows})
-    if kernel in JOINT:
-        rows = (32, 64)
+    if kernel in (*NEAR, *JOINT):
+        rows = (32, 64, 128) if kernel in ("joint", "joint_dq") else (32, 64)
     through = (now.through,) if kernel in NO_CONVERSION else (True, False)
     values = (None, 64) if kernel in ANY_VALUES and width > 64 else (None,)
     others = [

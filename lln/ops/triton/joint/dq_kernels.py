@@ -1,0 +1,284 @@
+# type: ignore
+"""Gradients of the queries of windows and of the far keys' states; see ``near_kernels``.
+
+With δ_i = dO_i·out_i − dn_i, p_ij = exp(s_ij − n_i), p_il = exp(x_il − n_i):
+
+    ds_ij = p_ij (dO_i·v_j − δ_i),     dq_i = scale Σ_j ds_ij k_j,
+    ds_il = p_il (dO_i·M_bl − δ_i),    dq_il = α ds_il,
+    dM_bl = Σ_i p_il dO_i,             g_bl = dL_bl − dM_bl·M_bl = −Σ_i p_il δ_i
+
+and dα = Σ_il (ds_il − e_i p_il) q_il, dγ = Σ_il (ds_il − e_i p_il). The sum of a row,
+e_i = Σ_j ds_ij + Σ_l ds_il, would be 0 if δ_i did not know out_i as it was rounded.
+
+The state that block b gives to its far keys is (−L_b, dM_b, g_b). Sinks are seen by all rows: each
+tile of queries writes its part of their gradients.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from lln.ops.triton.features import (
+    LOG2E,
+    as_float,
+    dot,
+    dot_add,
+    dot_scores,
+    identity,
+    jit,
+    load_tile,
+    store_tile,
+)
+from lln.ops.triton.joint.near_kernels import load_sinks, score_gradients, visible, window_of
+from lln.ops.triton.joint.state_kernels import edges, load_pair, store_state
+
+
+@jit
+def in_two_columns(x, dtype: tl.constexpr):
+    """A matrix [rows, 16] whose columns add up to x: x rounded, what is missing, zeros."""
+    column = tl.arange(0, 16)[None, :]
+    high = x.to(dtype)
+    low = (x - high.to(tl.float32)).to(dtype)
+    return tl.where(column == 0, high[:, None], tl.where(column == 1, low[:, None], 0.0)).to(dtype)
+
+
+@jit
+def joint_dq_kernel(
+    Q,
+    K,
+    V,
+    Q_FAR,
+    MASK,
+    SINK,
+    LOGS,
+    MEANS,
+    ALPHA,
+    GAMMA,
+    OUT,
+    LSE,
+    DOUT,
+    DLSE,
+    DQ,
+    DQ_FAR,
+    DELTA,
+    DSINK_K,
+    DSINK_V,
+    LOG,
+    DMEAN,
+    LEVEL,
+    DALPHA,
+    DGAMMA,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    far_batch,
+    far_head,
+    far_row,
+    out_batch,
+    out_head,
+    out_row,
+    dout_batch,
+    dout_head,
+    dout_row,
+    dq_batch,
+    dq_head,
+    dq_row,
+    dfar_batch,
+    dfar_head,
+    dfar_row,
+    mask_batch,
+    alpha_batch,
+    alpha_head,
+    gamma_batch,
+    gamma_head,
+    heads,
+    group,
+    tokens,
+    block,
+    overlap,
+    rows_per_block,
+    scale,
+    step,
+    origin,
+    count,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    S: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    BS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    SINKS: tl.constexpr,
+    BSINKS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    NEAR: tl.constexpr,
+    FAR: tl.constexpr,
+    FULL: tl.constexpr,
+    ALIKE: tl.constexpr,
+    THROUGH: tl.constexpr,
+):
+    """DQ, DELTA and the parts of the sinks of ROWS queries.
+
+    With far keys a program has a block of queries of all heads that share a key head, and writes
+    the state that they give to these keys: LOG, DMEAN and LEVEL.
+    """
+    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
+        k_row = q_row
+        v_row = q_row
+        far_row = q_row
+        out_row = q_row
+        dout_row = q_row
+        dq_row = q_row
+        dfar_row = q_row
+    number = tl.program_id(0)
+    members, tiles = 1, 1
+    if FAR:
+        members, tiles = group, rows_per_block
+    all_tiles = tl.num_programs(0) * tiles
+    first_head = tl.program_id(1).to(tl.int64) * members
+    kv_head, kv_heads = first_head // group, heads // group
+    b = kv_head // kv_heads
+    K += b * k_batch + kv_head % kv_heads * k_head
+    V += b * v_batch + kv_head % kv_heads * v_head
+    if HAS_MASK:
+        MASK += b * mask_batch
+    if SINKS > 0:
+        SINK += b * SINKS
+    rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
+    features, values, slots = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BS)
+    slope = scale * LOG2E
+    if FAR:
+        before, after = edges(number, block, overlap, step, origin)
+        eye = identity(BS, MEANS.dtype.element_ty, THROUGH)
+        dmean = tl.zeros([BS, BE], tl.float32)
+        levels = tl.zeros([BS, 16], tl.float32)
+    for turn in range(members * tiles):
+        tile = number * tiles + turn % tiles
+        head = first_head + turn // tiles
+        h = head % heads
+        start, stop, first, last = window_of(
+            tile, block, overlap, rows_per_block, tokens, ROWS, CAUSAL
+        )
+        q = load_tile(Q + b * q_batch + h * q_head, q_row, start, stop, rows, features, D, BD, FULL)
+        dout = load_tile(
+            DOUT + b * dout_batch + h * dout_head,
+            dout_row, start, stop, rows, values, E, BE, FULL,
+        )  # fmt: skip
+        out = load_tile(
+            OUT + b * out_batch + h * out_head, out_row, start, stop, rows, values, E, BE, FULL
+        )
+        inside = rows < stop - start
+        at = head * tokens + start + rows
+        if FAR:
+            lse = tl.load(LSE + at, mask=inside, other=float("inf"))
+        else:
+            lse = tl.load(LSE + at, mask=inside, other=float("-inf"))
+            lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+        delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), axis=1)
+        if DLSE is not None:
+            delta -= tl.load(DLSE + at, mask=inside, other=0.0)
+        tl.store(DELTA + at, delta, mask=inside)
+        dq = tl.zeros([ROWS, BD], tl.float32)
+        wrong = tl.zeros([ROWS], tl.float32)
+        if FAR:
+            alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32)
+            gamma = tl.load(GAMMA + b * gamma_batch + h * gamma_head).to(tl.float32)
+            log_mass, mean, _ = load_pair(
+                LOGS, MEANS, None, kv_head, tl.num_programs(1), count, before - 1, after, slots,
+                values, S, E, not CAUSAL,
+            )  # fmt: skip
+            q_far = q
+            if Q_FAR is not None:
+                q_far = load_tile(
+                    Q_FAR + b * far_batch + h * far_head,
+                    far_row, start, stop, rows, slots, S, BS, FULL,
+                )  # fmt: skip
+            wide = as_float(q_far, eye)
+            x = wide * (alpha * LOG2E) + (log_mass + gamma * LOG2E)[None, :]
+            far = tl.exp2(x - lse[:, None])
+            turned = tl.trans(far.to(dout.dtype))
+            dmean = dot_add(turned, dout, dmean)
+            levels = dot_add(turned, in_two_columns(delta, dout.dtype), levels)
+            dfar = far * (dot(dout, tl.trans(mean)) - delta[:, None])
+            if DALPHA is not None:
+                share, tilt = tl.sum(far, axis=1), tl.sum(far * wide, axis=1)
+                shift, slope_far = tl.sum(dfar, axis=1), tl.sum(dfar * wide, axis=1)
+            if Q_FAR is None:
+                dq = dfar * (alpha / scale)
+            else:
+                store_tile(
+                    DQ_FAR + b * dfar_batch + h * dfar_head,
+                    dfar_row, start, stop, dfar * alpha, rows, slots, S, BS, FULL,
+                )  # fmt: skip
+        if NEAR:
+            for col in range(first, last, COLS):
+                k = load_tile(K, k_row, col, last, cols, features, D, BD, FULL)
+                v = load_tile(V, v_row, col, last, cols, values, E, BE, FULL)
+                if FULL and not CAUSAL:
+                    p = tl.exp2(dot_scores(q, tl.trans(k)) * slope - lse[:, None])
+                    ds = p * (dot(dout, tl.trans(v)) - delta[:, None])
+                else:
+                    seen, keep = visible(
+                        start, first, last, col, rows, cols, MASK, HAS_MASK, CAUSAL
+                    )
+                    if HAS_MASK:
+                        k = tl.where(keep[:, None], k, 0.0)
+                        v = tl.where(keep[:, None], v, 0.0)
+                    p, ds = score_gradients(q, k, v, dout, lse, delta, seen, slope)
+                dq = dot_add(ds.to(k.dtype), k, dq)
+                if DALPHA is not None:
+                    wrong += tl.sum(ds, axis=1)
+        if SINKS > 0:
+            k, outside = load_sinks(
+                SINK, K, k_row, first, last, tokens, features, SINKS, BSINKS, D, CAUSAL
+            )
+            v, outside = load_sinks(
+                SINK, V, v_row, first, last, tokens, values, SINKS, BSINKS, E, CAUSAL
+            )
+            seen = tl.broadcast_to(outside[None, :], [ROWS, BSINKS]) & inside[:, None]
+            p, ds = score_gradients(q, k, v, dout, lse, delta, seen, slope)
+            dq = dot_add(ds.to(k.dtype), k, dq)
+            if DALPHA is not None:
+                wrong += tl.sum(ds, axis=1)
+            slot = tl.arange(0, BSINKS)
+            base = (head * all_tiles + tile) * SINKS + slot
+            some = (slot < SINKS)[:, None]
+            dk = dot(tl.trans(ds.to(q.dtype)), q) * scale
+            dv = dot(tl.trans(p.to(dout.dtype)), dout)
+            pointers = DSINK_K + base[:, None] * D + features[None, :]
+            tl.store(pointers, dk, mask=some & (features < D)[None, :])
+            pointers = DSINK_V + base[:, None] * E + values[None, :]
+            tl.store(pointers, dv, mask=some & (values < E)[None, :])
+        if DALPHA is not None:
+            wrong += shift
+            tl.store(DALPHA + head * all_tiles + tile, tl.sum(slope_far - wrong * tilt))
+            tl.store(DGAMMA + head * all_tiles + tile, tl.sum(shift - wrong * share))
+        store_tile(
+            DQ + b * dq_batch + h * dq_head,
+            dq_row,
+            start,
+            stop,
+            dq * scale,
+            rows,
+            features,
+            D,
+            BD,
+            FULL,
+        )
+    if FAR:
+        log_mass, _, _ = load_pair(
+            LOGS, MEANS, None, kv_head, tl.num_programs(1), count, before - 1, after, slots, values,
+            S, E, not CAUSAL,
+        )  # fmt: skip
+        log = tl.where(log_mass == float("-inf"), float("-inf"), -log_mass)
+        state = kv_head * tl.num_programs(0) + number
+        level = -tl.sum(levels, axis=1)
+        store_state(LOG, DMEAN, LEVEL, state, log, dmean, level, slots, values, S, E)
