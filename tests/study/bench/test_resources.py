@@ -133,7 +133,7 @@ from lln.ops.triton import tiles
 cpu = torch.device("cpu")
 q = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16)
 split = lambda: tiles.split(16_384, 12, tiles.HALF["read"][64], cpu)
-wide = lambda: tiles.tile("joint_dq", 128, 128, q.dtype, cpu)
+wide = lambda: tiles.tile("joint_segments", 128, 128, q.dtype, cpu)
 look = lambda: (
     dict(vars(driver)), JITFunction.run, tiles.multiprocessors, tiles.multiprocessors(cpu),
     split(), list(warnings.filters),

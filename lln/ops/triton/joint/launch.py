@@ -24,6 +24,7 @@ from lln.ops.triton.library import contiguous_mask, floats, mask_stride, rows_co
 from lln.ops.triton.tiles import Tile, padded, tile
 
 Strides = tuple[int, ...]
+MOST_KEYS = 64  # of a tile of keys: its scores are held beside all else
 
 
 class Window(NamedTuple):
@@ -82,9 +83,9 @@ class Window(NamedTuple):
         """From which sides a block sees far keys."""
         return 1 if self.causal else 2
 
-    def whole(self, rows: int) -> bool:
-        """Whether tiles of so many rows fill blocks, windows and segments."""
-        return not (self.tokens % self.block or self.block % rows or self.overlap % rows)
+    def whole(self, rows: int, cols: int) -> bool:
+        """Whether tiles of so many queries fill the blocks, and of keys windows and segments."""
+        return not (self.tokens % self.block or self.block % rows or self.overlap % cols)
 
 
 class Near(NamedTuple):
@@ -204,9 +205,10 @@ def of_queries(
         *(window.overlap, steps(window.block, rows), window.slope),
         *(window.step, window.origin, window.states),
     )
+    cols = min(rows, MOST_KEYS)
     constants = {
-        "ROWS": rows, "COLS": min(rows, 64), "BSINKS": padded(near.sinks), "CAUSAL": window.causal,
-        "NEAR": window.near, "FULL": window.whole(rows) and near.mask is None,
+        "ROWS": rows, "COLS": cols, "BSINKS": padded(near.sinks), "CAUSAL": window.causal,
+        "NEAR": window.near, "FULL": window.whole(rows, cols) and near.mask is None,
     }  # fmt: skip
     return numbers, constants
 
@@ -256,7 +258,7 @@ def _segments_plan(k: Layout, v: Layout, far: FarPlan, window: Window) -> Launch
         segments_kernel, (window.states, b * heads),
         (*row_strides(k_strides, v_strides), *far.beta, far.mask or 0, heads, keys, window.step,
          window.origin),
-        S=s, E=e, BS=padded(s), BE=padded(e), ROWS=rows, FULL=window.whole(rows),
+        S=s, E=e, BS=padded(s), BE=padded(e), ROWS=rows, FULL=window.whole(rows, rows),
         HAS_MASK=far.mask is not None, NORMALIZE=far.normalize_keys,
         ALIKE=alike(k_strides, v_strides), **t.options,
     )  # fmt: skip

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lln.ops.triton.joint.dkdv_kernels import joint_dkdv_kernel
-from lln.ops.triton.joint.dq_kernels import joint_dq_kernel
+from lln.ops.triton.joint.backward_kernels import joint_dkdv_kernel, joint_dq_kernel
 from lln.ops.triton.joint.launch import (
     Far,
     FarPlan,
@@ -166,6 +165,6 @@ def _keys_plan(
          tokens, window.block, window.overlap, window.slope, step, origin, tiles, window.blocks),
         ROWS=rows, COLS=rows, CAUSAL=window.causal, NEAR=window.near,
         NORMALIZE=far is not None and far.normalize_keys,
-        FULL=window.whole(rows) and near.mask is None, ALIKE=alike(*strides), **constants,
+        FULL=window.whole(rows, rows) and near.mask is None, ALIKE=alike(*strides), **constants,
     )  # fmt: skip
     return (dk, dk_far, dv), programs, launch

@@ -9,14 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lln.ops.eager.joint.near_far import far_mask, sink_positions
 from lln.ops.registration import register
 from lln.ops.triton.joint.launch import Far, Near, States, Window, empty_states, forward
 from lln.ops.triton.joint.launch_backward import backward
-from lln.ops.triton.joint.near import near_with_log
 from lln.ops.triton.library import empty_rows, floats
 
 
@@ -37,6 +36,25 @@ def near_and_log(
     always = sink_positions(k, sinks, key_mask) if sinks else None
     window = {"block": block, "overlap": overlap, "scale": scale, "is_causal": is_causal}
     return near_with_log(q, k, v, sinks=always, key_mask=key_mask, **window)
+
+
+def near_with_log(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B Hkv N D"],
+    v: Float[Tensor, "B Hkv N E"],
+    *,
+    sinks: Int[Tensor, "B n"] | None = None,
+    key_mask: Bool[Tensor, "B N"] | None = None,
+    block: int,
+    overlap: int,
+    scale: float,
+    is_causal: bool,
+) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
+    """Output and natural logarithm of the sum of near keys; −inf and 0 where there is none.
+
+    ``sinks`` are positions of keys that every query sees; N or more where there is none.
+    """
+    return _near(q, k, v, sinks, key_mask, block, overlap, scale, is_causal)
 
 
 def near_far(
@@ -72,58 +90,44 @@ def block_causal(
     return _near_far(q, k, v, None, None, alpha, beta, level, *masks, *window)[0]
 
 
-def _impl(
+def _parsed(
     q, k, v, q_far, k_far, alpha, beta, gamma, sinks, key_mask, far_mask, normalize_keys, block,
     overlap, scale, causal,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    if q.numel() == 0 or v.numel() == 0:
-        empty = _fake(
-            q, k, v, q_far, k_far, alpha, beta, gamma, sinks, key_mask, far_mask, normalize_keys,
-            block, overlap, scale, causal,
-        )  # fmt: skip
-        return tuple(x.zero_() for x in empty)  # pyright: ignore[reportReturnType]
-    near = Near.prepared(q, k, v, sinks, key_mask)
+) -> tuple[Near, Far, Window]:  # fmt: skip
     far = Far.prepared(q_far, k_far, alpha, beta, gamma, far_mask, normalize_keys)
-    out, lse, states = forward(near, far, Window(block, overlap, scale, causal, q.shape[2]))
+    window = Window(block, overlap, scale, causal, q.shape[2])
+    return Near.prepared(q, k, v, sinks, key_mask), far, window
+
+
+def _impl(q, k, v, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if q.numel() == 0 or v.numel() == 0:
+        return tuple(x.zero_() for x in _fake(q, k, v, *given))  # pyright: ignore
+    out, lse, states = forward(*_parsed(q, k, v, *given))
     assert states is not None
     return out, lse, states.logs, states.means
 
 
-def _fake(
-    q, k, v, q_far, k_far, alpha, beta, gamma, sinks, key_mask, far_mask, normalize_keys, block,
-    overlap, scale, causal,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    window = Window(block, overlap, scale, causal, q.shape[2])
-    slots = (q if q_far is None else q_far).shape[-1]
+def _fake(q, k, v, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, far, window = _parsed(q, k, v, *given)
+    slots = (q if far.q is None else far.q).shape[-1]
     states = empty_states(v, window.states, slots, window.directions)
     return empty_rows(q, v.shape[-1]), floats(q, *q.shape[:3]), states.logs, states.means
 
 
-def _backward_impl(
-    dout, q, k, v, q_far, k_far, alpha, beta, gamma, sinks, key_mask, far_mask, out, lse, logs,
-    means, normalize_keys, block, overlap, scale, causal, *needs,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+def _backward_impl(dout, q, k, v, *given: Any) -> tuple[Tensor | None, ...]:
     if q.numel() == 0 or v.numel() == 0:
-        gradients = _backward_fake(
-            dout, q, k, v, q_far, k_far, alpha, beta, gamma, sinks, key_mask, far_mask, out, lse,
-            logs, means, normalize_keys, block, overlap, scale, causal, *needs,
-        )  # fmt: skip
-        return tuple(x.zero_() for x in gradients)
-    near = Near.prepared(q, k, v, sinks, key_mask)
-    far = Far.prepared(q_far, k_far, alpha, beta, gamma, far_mask, normalize_keys)
-    window = Window(block, overlap, scale, causal, q.shape[2])
-    return backward(dout, None, near, far, out, lse, States(logs, means), window, needs)
+        return tuple(x.zero_() for x in _backward_fake(dout, q, k, v, *given))
+    inputs, (out, lse, logs, means), options = given[:8], given[8:12], given[12:-3]
+    near, far, window = _parsed(q, k, v, *inputs, *options)
+    return backward(dout, None, near, far, out, lse, States(logs, means), window, given[-3:])
 
 
-def _backward_fake(
-    dout, q, k, v, q_far, k_far, alpha, beta, gamma, sinks, key_mask, far_mask, out, lse, logs,
-    means, normalize_keys, block, overlap, scale, causal, *needs,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    own = (lse.new_empty(0) if x is None else empty_rows(x, x.shape[-1]) for x in (q_far, k_far))
-    scales = zip((alpha, beta, gamma), needs, strict=True)
+def _backward_fake(dout, q, k, v, q_far, k_far, *given: Any) -> tuple[Tensor, ...]:
+    scales = zip(given[:3], given[-3:], strict=True)
+    own = (floats(q, 0) if x is None else empty_rows(x, x.shape[-1]) for x in (q_far, k_far))
     return (
         *(empty_rows(x, x.shape[-1]) for x in (q, k, v)), *own,
-        *(floats(lse, *(x.shape if need else (0,))) for x, need in scales),
+        *(floats(q, *(x.shape if need else (0,))) for x, need in scales),
     )  # fmt: skip
 
 
@@ -160,4 +164,56 @@ _backward = register(
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward_impl,
     _backward_fake,
+)
+
+
+def _near_impl(q, k, v, sinks, key_mask, block, overlap, scale, causal) -> tuple[Tensor, Tensor]:
+    if q.numel() == 0 or v.numel() == 0:
+        out, log = _near_fake(q, k, v, sinks, key_mask, block, overlap, scale, causal)
+        return out.zero_(), log.fill_(-torch.inf)
+    window = Window(block, overlap, scale, causal, q.shape[2])
+    return forward(Near.prepared(q, k, v, sinks, key_mask), None, window)[:2]
+
+
+def _near_fake(q, k, v, sinks, key_mask, block, overlap, scale, causal) -> tuple[Tensor, Tensor]:
+    return empty_rows(q, v.shape[-1]), floats(q, *q.shape[:3])
+
+
+def _near_backward_impl(
+    dout, dlog, q, k, v, sinks, key_mask, out, log, block, overlap, scale, causal
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.numel() == 0 or v.numel() == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    window = Window(block, overlap, scale, causal, q.shape[2])
+    near = Near.prepared(q, k, v, sinks, key_mask)
+    return backward(dout, dlog.contiguous(), near, None, out, log, None, window)[:3]
+
+
+def _near_backward_fake(dout, dlog, q, k, v, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(empty_rows(x, x.shape[-1]) for x in (q, k, v))  # pyright: ignore
+
+
+def _near_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:5], *output)
+    ctx.options = inputs[5:]
+
+
+def _near_differentiate(ctx: Any, dout: Tensor, dlog: Tensor) -> tuple[Tensor | None, ...]:
+    return *_near_backward(dout, dlog, *ctx.saved_tensors, *ctx.options), *([None] * 6)
+
+
+_NEAR_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? key_mask"
+_NEAR_WINDOW = "int block, int overlap, float scale, bool causal"
+_near = register(
+    f"near({_NEAR_INPUTS}, {_NEAR_WINDOW}) -> (Tensor out, Tensor log)",
+    _near_impl,
+    _near_fake,
+    save=_near_save,
+    differentiate=_near_differentiate,
+)
+_near_backward = register(
+    f"near_backward(Tensor dout, Tensor dlog, {_NEAR_INPUTS}, Tensor out, Tensor log, "
+    f"{_NEAR_WINDOW}) -> (Tensor, Tensor, Tensor)",
+    _near_backward_impl,
+    _near_backward_fake,
 )

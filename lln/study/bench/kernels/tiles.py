@@ -107,7 +107,7 @@ def trials(kernel: str, width: int) -> list[Trial]:
     now = current(kernel, width)
     rows = (now.rows,) if kernel in FIXED_ROWS else sorted({64, now.rows})
     if kernel in (*NEAR, *JOINT):
-        rows = (32, 64, 128) if kernel in ("joint", "joint_dq") else (32, 64)
+        rows = (32, 64, 128) if kernel in JOINT and kernel != "joint_dkdv" else (32, 64)
     through = (now.through,) if kernel in NO_CONVERSION else (True, False)
     values = (None, 64) if kernel in ANY_VALUES and width > 64 else (None,)
     others = [
