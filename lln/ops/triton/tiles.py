@@ -66,25 +66,29 @@ HALF = {
     },
     "diag": {64: Tile(64, 4, 3, 2), 128: Tile(64, 4, 1, 2, through=False)},
     "diag_backward": {64: Tile(64, 4, 3, 2, through=False), 128: Tile(64, 4, 1, 2, through=False)},
-    # LLN+Diag with blocks of more than 64 tokens, and windows that overlap; not measured yet
-    "wide": {64: Tile(64, 4, 2, 2, ahead=True), 128: Tile(128, 8, 1, 1, through=False)},
+    # LLN+Diag with blocks of more than 64 tokens, and windows that overlap
+    "wide": {
+        64: Tile(64, 4, 2, 2, columns=128, ahead=True),
+        128: Tile(64, 4, 1, 2, through=False),
+    },
     "wide_dq": {64: Tile(64, 4, 2, 2), 128: Tile(64, 4, 2, 2, through=False, columns=32)},
     "wide_dkdv": {
         64: Tile(64, 4, 2, 2, through=False, ahead=True),
         128: Tile(64, 4, 2, 2, through=False, columns=32),
     },
-    # not measured yet: windows alone, and with far keys
+    # windows alone: not measured yet
     "near": {64: Tile(64, 4, 2, 3), 128: Tile(64, 8, 2, 1)},
     "near_dq": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
     "near_dkdv": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
-    "joint": {64: Tile(64, 4, 2, 3), 128: Tile(64, 8, 2, 1), 256: Tile(32, 8, 1, 1)},
+    # windows with far keys: measured with heads of 64
+    "joint": {64: Tile(64, 4, 1, 3), 128: Tile(64, 8, 2, 1), 256: Tile(32, 8, 1, 1)},
     "joint_dq": {
-        64: Tile(64, 4, 2, 2, through=False),
+        64: Tile(128, 4, 1, 2, through=False),
         128: Tile(128, 8, 1, 1, through=False),
         256: Tile(32, 8, 1, 1, through=False),
     },
     "joint_dkdv": {
-        64: Tile(64, 4, 2, 2, through=False),
+        64: Tile(64, 4, 1, 2, through=False),
         128: Tile(64, 8, 2, 1, through=False),
         256: Tile(32, 8, 1, 1, through=False),
     },
