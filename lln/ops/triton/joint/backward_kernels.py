@@ -42,15 +42,6 @@ from lln.ops.triton.joint.state_kernels import edges, load_pair, store_state
 
 
 @jit
-def in_two_columns(x, dtype: tl.constexpr):
-    """A matrix [rows, 16] whose columns add up to x: x rounded, what is missing, zeros."""
-    column = tl.arange(0, 16)[None, :]
-    high = x.to(dtype)
-    low = (x - high.to(tl.float32)).to(dtype)
-    return tl.where(column == 0, high[:, None], tl.where(column == 1, low[:, None], 0.0)).to(dtype)
-
-
-@jit
 def joint_dq_kernel(
     Q,
     K,
@@ -167,7 +158,7 @@ def joint_dq_kernel(
         before, after = edges(number, block, overlap, step, origin)
         eye = identity(BS, MEANS.dtype.element_ty, THROUGH)
         dmean = tl.zeros([BS, BE], tl.float32)
-        levels = tl.zeros([BS, 16], tl.float32)
+        level = tl.zeros([BS], tl.float32)
     for turn in range(members * tiles):
         tile = number * tiles + turn % tiles
         head = first_head + turn // tiles
@@ -212,9 +203,8 @@ def joint_dq_kernel(
             wide = as_float(q_far, eye)
             x = wide * (alpha * LOG2E) + (log_mass + gamma * LOG2E)[None, :]
             far = tl.exp2(x - lse[:, None])
-            turned = tl.trans(far.to(dout.dtype))
-            dmean = dot_add(turned, dout, dmean)
-            levels = dot_add(turned, in_two_columns(delta, dout.dtype), levels)
+            dmean = dot_add(tl.trans(far.to(dout.dtype)), dout, dmean)
+            level -= tl.sum(far * delta[:, None], axis=0)
             dfar = far * (dot(dout, tl.trans(mean)) - delta[:, None])
             if DALPHA is not None:
                 share, tilt = tl.sum(far, axis=1), tl.sum(far * wide, axis=1)
@@ -288,7 +278,6 @@ def joint_dq_kernel(
         )  # fmt: skip
         log = tl.where(log_mass == float("-inf"), float("-inf"), -log_mass)
         state = kv_head * tl.num_programs(0) + number
-        level = -tl.sum(levels, axis=1)
         store_state(LOG, DMEAN, LEVEL, state, log, dmean, level, slots, values, S, E)
 
 
