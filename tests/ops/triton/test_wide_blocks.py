@@ -56,6 +56,18 @@ def test_one_branch_has_all_the_weight(mix, device):
     compare(kernels.lln_diag, reference.lln_diag, tensors, HALF, floor=0.01, block=128, scale=0.2)
 
 
+@pytest.mark.parametrize("block", [16, 128])
+def test_one_weight_for_all_heads(block, device):
+    given = {n: x.to(HALF if n in "qkv" else torch.float32) for n, x in
+             inputs(1, 3, 70, width=16, device=device).items()}  # fmt: skip
+    mix = torch.tensor(0.3, device=device)
+    results = [
+        kernels.lln_diag(**given, mix=x, block=block, scale=0.2)
+        for x in (mix.expand(3), mix.repeat(3))
+    ]
+    assert torch.equal(*results)
+
+
 def test_wide_heads(device):
     tensors = inputs(1, 2, 100, None, 128, 32, key_heads=1, device=device)
     mask = torch.rand(1, 100, device=device) > 0.3

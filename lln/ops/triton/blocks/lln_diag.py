@@ -58,6 +58,8 @@ def lln_diag(
         local = block_diagonal(q, k, v, block=block, scale=scale, key_mask=key_mask, is_causal=True)
         linear = causal(q, k, v, key_mask=key_mask, **scales)
         return blend(linear, local, mix, q.dtype)
+    if mix is not None:
+        mix = mix.contiguous()  # a number that stands for all heads is stored once
     arguments = (q, k, v, alpha, beta, mix, key_mask, block, overlap, scale, normalize_keys)
     inputs = (q, k, v, alpha, beta) if mix is None else (q, k, v, alpha, beta, mix)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
