@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def origin(row: Row) -> str:
-    """Where a row comes from, in words."""
-    return f"{row['device']}, torch {row['torch']}, commit {row['commit']}"
+def origin(row: Row, others: Iterable[Row] = ()) -> str:
+    """Where a row comes from, in words; with the commits of ``others`` beside it."""
+    commits = dict.fromkeys(each["commit"] for each in (row, *others))
+    return f"{row['device']}, torch {row['torch']}, commit {', '.join(commits)}"

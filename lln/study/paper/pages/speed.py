@@ -153,7 +153,7 @@ def gpu(results: Path) -> str:
         f"Median milliseconds for {tokens:,} tokens in all (batch × N), {first['H']} heads of "
         f"{first['D']}, {first['dtype']}, α and β given, launched from CUDA graphs; in brackets "
         "the share of the memory-bandwidth floor, the time a copy of the bytes that must move "
-        f"would take. ({origin(first)}, triton {first['triton']}, {content['date']})"
+        f"would take. ({origin(first, rows)}, triton {first['triton']}, {content['date']})"
     )
     drawn = picture(results, "gpu", "Time on a GPU against N", "_time")
     return f"{drawn}{markdown_table(names, lines)}\n\n{words}"

@@ -363,7 +363,7 @@ def gpu_targets(results: Path) -> str:
         "unless a line says otherwise; medians; fwd / fwd+bwd from CUDA graphs unless called from "
         "Python; "
         f"bold: misses its bar; –: not measured. {surroundings(rows)}".rstrip()
-        + f" ({origin(first)}, triton {first['triton']}, {content['date']})"
+        + f" ({origin(first, rows)}, triton {first['triton']}, {content['date']})"
     )
     said = [f"- {t.sentence()}" for t in found if t.verdict != "not measured"]
     unknown = [target.words for target in found if target.verdict == "not measured"]
