@@ -347,7 +347,9 @@ class LLNAttention(nn.Module):
         """Apply the learned factors, if there are any."""
         if self.log_alpha is None or self.log_beta is None:
             return alpha, beta
-        return alpha * self.log_alpha.to(alpha).exp(), beta * self.log_beta.to(beta).exp()
+        dtype = torch.promote_types(alpha.dtype, self.log_alpha.dtype)
+        factors = self.log_alpha.to(dtype).exp(), self.log_beta.to(dtype).exp()
+        return alpha.to(dtype) * factors[0], beta.to(dtype) * factors[1]
 
     def draw(
         self,

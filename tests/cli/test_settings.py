@@ -12,7 +12,7 @@ from lln.cli import classify
 from lln.cli import train as cli_train
 from lln.cli.app import app
 from lln.cli.settings import fields_of, read_settings, rewritten
-from lln.nn import RECOMMENDED
+from lln.nn import recommended
 from lln.study.tasks import glue, lra, mlm, vit
 
 TASKS = {
@@ -67,7 +67,7 @@ SAME = [
         "mlm",
         "--option recommended --option conv=5 --option method=entropy --no-compile --graph",
         lambda: mlm.configure(
-            "roberta-tiny", attention="lln_diag", options={**RECOMMENDED, "conv": 5}
+            "roberta-tiny", attention="lln_diag", options={**recommended(), "conv": 5}
         ),
     ),
     (

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from lln.cli import settings as cli_settings
-from lln.nn import RECOMMENDED
+from lln.nn import recommended
 from lln.records.rows import read_rows
 from lln.study.data import bundled as data
 from lln.study.data import text, tokens
@@ -238,7 +238,7 @@ def test_the_command_trains_and_says_where(place, tmp_path):
 
 def test_the_recommended_options_by_one_word():
     options = ["recommended", "conv=5", "normalize_keys=true"]
-    wanted = {**RECOMMENDED, "conv": 5, "normalize_keys": True}
+    wanted = {**recommended(), "conv": 5, "normalize_keys": True}
     assert cli_settings.mechanism_options(options) == wanted
 
 

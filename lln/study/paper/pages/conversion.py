@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from lln.study.data.glue import TASKS
 from lln.study.paper.pages.blocks import NOTHING_YET, Blocks, markdown_table
 from lln.study.paper.results import Row, grouped, origin_text, read
 from lln.study.paper.tables.conversion import kept
+from lln.study.paper.tables.glue import TASKS
 
 # The pre-training whose checkpoint was converted, on the device that it was trained on.
 TEACHER = {"options": {}, "recipe": "roberta-small", "length": 512, "steps": 15300, "seed": 1}
@@ -88,7 +88,8 @@ def finetuned(results: Path) -> str:
     ours = read(folder, "glue") if folder.is_dir() else []
     if not ours:
         return NOTHING_YET
-    tasks = list(dict.fromkeys(row["configuration"]["task"] for row in ours))
+    given = {row["configuration"]["task"] for row in ours}
+    tasks = [task for task in TASKS if task in given]
     theirs = [
         row for row in read(results, "glue")
         if row["configuration"]["task"] in tasks and _is_taught_from(row)
@@ -98,7 +99,7 @@ def finetuned(results: Path) -> str:
         by_task = grouped(rows, lambda row: row["configuration"]["task"])
         scores = [_mean(row["score"] for row in by_task[task]) for task in tasks]
         lines.append([words, *(f"{100 * each:.1f}" for each in (*scores, _mean(scores)))])
-    names = ["RoBERTa 6 × 512, %", *(TASKS[task].title for task in tasks), "average"]
+    names = ["RoBERTa 6 × 512, %", *(TASKS[task] for task in tasks), "average"]
     words = (
         "Scores on dev, rates chosen on a part of train; correlations × 100 for CoLA and STS-B. "
         f"({origin_text([*theirs, *ours])})"
