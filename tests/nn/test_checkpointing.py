@@ -57,7 +57,10 @@ def assert_same_training(module: nn.Module, saved: nn.Module, run: Run, *, steps
     """Equal gradients in every step, equal statistics after them."""
     for step in range(steps):
         expected, got = gradients(module, [step]), gradients(run, [step])
-        torch.testing.assert_close(got, expected, msg=lambda m, step=step: f"step {step}: {m}")
+        # generated code takes sums of float32 in another order: a few roundings of small numbers
+        torch.testing.assert_close(
+            got, expected, rtol=1e-5, atol=3e-5, msg=lambda m, step=step: f"step {step}: {m}"
+        )
     assert_same_state(saved, module)
 
 

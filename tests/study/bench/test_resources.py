@@ -227,6 +227,8 @@ def test_every_kernel_fits_the_device_its_tiles_were_measured_on(dtype, width, t
     assert all(row["fits"] for row in rows)
     sources = "".join(p.read_text(encoding="utf-8") for p in TRITON.rglob("*_kernels.py"))
     written = set(re.findall(r"^def (\w+_kernel)\(", sources, flags=re.M))
+    if dtype == "float32":  # large blocks have kernels in half precision alone
+        written -= {name for name in written if name.startswith("wide_")}
     never = written - {row["kernel"] for row in rows}
     assert not never, f"no op of lln.study.bench.kernels.resources.OPS launches {sorted(never)}"
 
