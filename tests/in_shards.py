@@ -62,4 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored in the background, and so below
     sys.exit(main(sys.argv[1:]))
