@@ -62,7 +62,6 @@ def main(arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, interrupt)
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # ignored in the background, and so below
+    # what a shell starts in the background ignores it, and so would the processes
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))
