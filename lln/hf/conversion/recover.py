@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lln.hf.conversion.stage import Row, Stage, average_gradients, rate_at
+from lln.hf.conversion.stage import Row, Stage, average_gradients, rate_at, without_labels
 from lln.hf.conversion.transfer import cores_of
 from lln.nn import LLNAttention
 
 #: What is compared: logits by their divergence, or token states and their mean over the text.
 OBJECTIVES = ("logits", "states")
 POOLED = 3.0  # factor of 1 − cosine of the pooled states
+IGNORED = -100  # label of a token that is not asked for
 CHUNK = 4096  # tokens whose logits are compared at once
 
 
@@ -43,14 +44,16 @@ def recover(
 ) -> list[Row]:
     """Tune a converted model on its teacher's answers, with AdamW, dropout off.
 
-    Objectives: "logits" is KL(teacher ‖ model) over the vocabulary at every real token, for
-    language models; "states" is ‖h − h*‖² / ‖h*‖² of the last token states and 3 (1 − cosine) of
-    their mean over the text, for encoders. Gradients are averaged over the processes of
-    torch.distributed, where there are several.
+    Objectives: "logits" is KL(teacher ‖ model) over the vocabulary, for language models, at every
+    real token, or where the ``labels`` of a batch ask; "states" is ‖h − h*‖² / ‖h*‖² of the last
+    token states and 3 (1 − cosine) of their mean over the text, for encoders. Gradients are
+    averaged over the processes of torch.distributed, where there are several.
 
     Args:
         teacher: The softmax model, as it was before :func:`lln.hf.replace`.
-        batches: Arguments of both models by name.
+        batches: Arguments of both models by name. Of ``labels``, as data collators make them, only
+            the place counts: −100 is not compared. A masked language model should have them, for
+            its answers at tokens that are not hidden were never trained.
         objective: By default "logits" for models that have them.
         learning_rate: Of all weights; more than 1e-4 damages what transfer has reached.
         core_rate: Factor of the rate for what is new: maps, levels, scales.
@@ -107,15 +110,18 @@ def recover(
         done, found = stage.load(named, optimizer) if stage is not None else (0, [])
         stream = itertools.islice(batches, done * accumulation, None)
         device = next(model.parameters()).device.type
+        ahead = getattr(model, "loss_type", None) in (None, "ForCausalLM")
         step = done
         while pieces := list(itertools.islice(stream, accumulation)):
             optimizer.zero_grad(set_to_none=True)
             total = 0.0
             for batch in pieces:
+                inputs = without_labels(batch)
                 with torch.autocast(device, precision, enabled=precision is not None):
                     with torch.no_grad():
-                        wanted = teacher(**batch)
-                    loss = disagreement(model(**batch), wanted, batch, objective) / len(pieces)
+                        wanted = teacher(**inputs)
+                    loss = disagreement(model(**inputs), wanted, batch, objective, ahead=ahead)
+                    loss = loss / len(pieces)
                 loss.backward()
                 total = total + loss.detach()
             average_gradients(list(named.values()))
@@ -139,16 +145,42 @@ def recover(
     return found
 
 
+def asked_tokens(batch: Mapping[str, Any], *, ahead: bool) -> Tensor | None:
+    """Where logits are compared, ``[B, N]``: at real tokens that labels, if any, ask for.
+
+    Args:
+        ahead: Whether logits are those of the next token, as in a decoder.
+    """
+    mask, labels = batch.get("attention_mask"), batch.get("labels")
+    if labels is None or labels.dim() != 2:
+        return mask
+    asked = labels != IGNORED
+    if ahead:
+        asked = F.pad(asked[:, 1:], (0, 1))
+    if mask is not None and mask.shape == asked.shape:
+        asked = asked & mask.bool()
+    return asked
+
+
 def disagreement(
-    given: Any, wanted: Any, batch: Mapping[str, Any], objective: str | None = None
+    given: Any,
+    wanted: Any,
+    batch: Mapping[str, Any],
+    objective: str | None = None,
+    *,
+    ahead: bool = True,
 ) -> Tensor:
-    """The loss of a model's output beside its teacher's; over real tokens."""
+    """The loss of a model's output beside its teacher's; over real tokens.
+
+    Args:
+        ahead: Whether logits are those of the next token: where labels ask for them.
+    """
     mask = batch.get("attention_mask")
     has_logits = getattr(wanted, "logits", None) is not None
     if objective == "logits" and not has_logits:
         raise ValueError('objective="logits", but the model has no logits; choose "states"')
     if objective == "logits" or (objective is None and has_logits):
-        return divergence_of_logits(given.logits, wanted.logits, mask)
+        return divergence_of_logits(given.logits, wanted.logits, asked_tokens(batch, ahead=ahead))
     states, goal = (_states(out).float() for out in (given, wanted))
     if mask is None or mask.shape != goal.shape[:2]:
         mask = torch.ones(goal.shape[:2], device=goal.device)

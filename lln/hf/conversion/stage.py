@@ -28,6 +28,11 @@ def rate_at(step: int, steps: int | None, warmup: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))
 
 
+def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model is given: labels would make it compute a loss that nobody reads."""
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
 def processes() -> int:
     """How many processes train together."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

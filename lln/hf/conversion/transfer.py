@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lln.hf.conversion.lessons import Lesson
-from lln.hf.conversion.stage import Row, Stage, average_gradients, rate_at
+from lln.hf.conversion.stage import Row, Stage, average_gradients, rate_at, without_labels
 from lln.hf.replace import attention_modules
 from lln.hf.swapped_attention import SwappedAttention
 
@@ -97,7 +97,7 @@ def transfer(
             optimizer.zero_grad()
             generator.manual_seed(seed * 1_000_003 + step)
             with torch.no_grad(), torch.autocast(device, precision, enabled=precision is not None):
-                model(**batch)
+                model(**without_labels(batch))
             if learn:
                 average_gradients(parameters)
                 rate = learning_rate * rate_at(step - 1, count, warmup)

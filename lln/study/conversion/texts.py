@@ -77,7 +77,7 @@ class Batches:
     Attributes:
         pad: Id to the right of shorter sequences; None where all have the same length.
         seed: None = in order.
-        masking: Hides tokens of every batch, for masked language models.
+        masking: Hides tokens of every batch, for masked language models; ``labels`` has them.
 
     Example:
         >>> batches = encoder_batches(tokenizer, articles("wiki.txt"), 512, batch_size=8, seed=0)
@@ -125,7 +125,7 @@ class Batches:
             chosen = order.shuffled(step, rows, **options).tolist()
         found = padded([self.sequences[index] for index in chosen], self.pad)
         if self.masking is not None:
-            found["input_ids"], _ = self.masking.hide(found["input_ids"], step)
+            found["input_ids"], found["labels"] = self.masking.hide(found["input_ids"], step)
         return found
 
 

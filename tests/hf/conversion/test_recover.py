@@ -130,6 +130,39 @@ def test_divergence_is_that_of_real_tokens():
     assert divergence_of_logits(wanted, wanted, None).abs() < 1e-6
 
 
+@pytest.mark.parametrize(("family", "head", "ahead"), [("bert", None, 0), ("llama", None, 1)])
+def test_labels_tell_which_answers_are_compared(family, head, ahead):
+    """At a hidden token itself in a masked language model, one before it in a decoder."""
+    teacher, model = pair(family, head)
+    [batch] = batches(1)
+    labels = torch.full_like(batch["input_ids"], -100)
+    asked = [(0, 5), (0, 20), (1, 9), (1, 39)]  # the last one is padding
+    for row, place in asked:
+        labels[row, place] = 3
+    with torch.no_grad():
+        ours, theirs = (m(**batch).logits.log_softmax(-1) for m in (model, teacher))
+    by_token = (theirs.exp() * (theirs - ours)).sum(-1)
+    real = batch["attention_mask"].bool()
+    wanted = [by_token[r, p - ahead] for r, p in asked if real[r, p - ahead]]
+    assert 3 <= len(wanted) <= 4
+    [row] = lln.hf.recover(model, teacher, [{**batch, "labels": labels}], learning_rate=1e-9)
+    assert row["loss"] == pytest.approx(torch.stack(wanted).mean().item(), rel=1e-4)
+    [plain] = lln.hf.recover(model, teacher, [batch], learning_rate=1e-9)
+    assert plain["loss"] == pytest.approx(by_token[real].mean().item(), rel=1e-4)
+    assert abs(plain["loss"] - row["loss"]) > 1e-3 * plain["loss"]
+
+
+def test_labels_do_not_change_what_states_are_compared():
+    teacher, model = pair("bert", "AutoModel")
+    [batch] = batches(1)
+    labels = torch.full_like(batch["input_ids"], -100)
+    found = [
+        lln.hf.recover(model, teacher, [each], learning_rate=1e-9)[0]["loss"]
+        for each in (batch, {**batch, "labels": labels})
+    ]
+    assert found[0] > 0 and found[1] == pytest.approx(found[0], rel=1e-4)
+
+
 def test_bad_requests_say_what_to_do():
     teacher, model = pair("bert", "AutoModel")
     data = batches(1)
