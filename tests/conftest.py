@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
@@ -31,6 +32,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def memory_for_the_others() -> Iterator[None]:
+    """Shards share a GPU: what a large test has taken goes back."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have chosen
