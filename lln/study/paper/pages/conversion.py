@@ -71,13 +71,14 @@ def decoding(results: Path) -> str:
         return NOTHING_YET
     lines = [
         [
-            row["model"], f"{cost['context']:,}",
+            row["model"], f"{row['near_keys']:,}", f"{cost['context']:,}",
             *(f"{cost[name + '_cache'] / 1e6:,.1f}" for name in ("teacher", "student")),
             *(f"{cost[name + '_ms']:.0f}" for name in ("teacher", "student")),
         ]
         for row in found for cost in row["decode_cost"]
     ]  # fmt: skip
-    names = ["model", "context", "softmax, MB", "converted, MB", "softmax, ms", "converted, ms"]
+    sizes = ["softmax, MB", "converted, MB", "softmax, ms", "converted, ms"]
+    names = ["model", "near keys", "context", *sizes]
     words = f"Cache, and time of one token with batch 1. ({origin_text(found)})"
     return f"{markdown_table(names, lines)}\n\n{words}"
 
@@ -128,10 +129,13 @@ def best(results: Path) -> str:
     if not found:
         return NOTHING_YET
     lines = [
-        [row["model"], kept(row), f"{row['tokens'] / 1e6:.1f}M", *_score(row)]
+        [
+            row["model"], f"{row['near_keys']:,}", kept(row), f"{row['tokens'] / 1e6:.1f}M",
+            *_score(row),
+        ]
         for row in sorted(found, key=lambda row: (row["model"].lower(), row["agreement"]))
-    ]
-    names = ["converted model", "softmax kept", "tokens", "on held-out text", "softmax"]
+    ]  # fmt: skip
+    names = ["converted model", "near keys", "softmax kept", "tokens", "held-out text", "softmax"]
     return markdown_table(names, lines)
 
 
@@ -141,7 +145,9 @@ def _is_ours(row: Row) -> bool:
 
 
 def _score(row: Row) -> tuple[str, str]:
-    last = row["stages"][-1]
+    first, last = row["stages"][0], row["stages"][-1]
+    if "masked_loss" in last:
+        return f"hidden tokens, nats {last['masked_loss']:.3f}", f"{first['masked_loss']:.3f}"
     if row["kind"] == "encoder":
         return f"cosine of embeddings {last['cosine_mean']:.4f}", "1"
     return f"perplexity {last['perplexity']:.2f}", f"{last['teacher_perplexity']:.2f}"
