@@ -189,10 +189,11 @@ def whole_tiles(tokens: int, parts: int, tile: Tile) -> int:
     return -(-tokens // (parts * tile.rows)) * tile.rows
 
 
-# In steps of one token: what a program costs before and after its loop (less where a step is long:
-# the backward pass of LLN+Diag), and what it costs to merge more parts than MERGE_IN_READER by a
-# kernel of their own.
-PROGRAM, DIAG_PROGRAM, MERGE = 256, 64, 1024
+# In steps of one token: what a program costs before and after its loop, less where a step is long
+# (windows, and the backward pass of LLN+Diag).
+PROGRAM, DIAG_PROGRAM = 256, 64
+# To merge more parts than MERGE_IN_READER takes a kernel of its own, as long as so many programs.
+MERGE = 4
 # Up to this many parts every reader merges for itself.
 MERGE_IN_READER = 4
 
@@ -319,7 +320,7 @@ def split(
 
     def steps(parts: int) -> int:
         rounds = -(-heads * parts // slots)
-        merge = MERGE if merged and parts > MERGE_IN_READER else 0
+        merge = MERGE * program if merged and parts > MERGE_IN_READER else 0
         return rounds * (whole_tiles(tokens, parts, tile) + program) + merge
 
     span = whole_tiles(tokens, min(range(1, most + 1), key=steps), tile)

@@ -8,6 +8,7 @@ import torch
 from lln.ops import reference
 from lln.ops import triton as kernels
 from lln.ops.lln_diag import lln_diag
+from lln.ops.triton import tiles
 from tests.ops.triton.compare import compare, inputs
 
 HALF = torch.float16
@@ -142,6 +143,19 @@ def test_compile_keeps_the_op_whole(device):
 
 
 # Of a GPU: whole windows with and without masks, edges, wide heads, groups.
+@pytest.mark.parametrize("length", [512, 2048, 4096, 16_384, 65_536])
+@pytest.mark.parametrize("kernel, merged", [("wide", False), ("wide_dq", True)])
+def test_programs_fill_the_device(kernel, merged, length, monkeypatch):
+    """65,536 tokens, 12 heads, 132 multiprocessors: hardly longer than if all were busy."""
+    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 132)
+    tile, heads = tiles.HALF[kernel][64], 12 * 65_536 // length
+    options = {"merged": merged, "program": tiles.DIAG_PROGRAM}
+    parts, span = tiles.split.__wrapped__(length, heads, tile, torch.device("cpu"), **options)
+    slots = 132 * tile.programs
+    rounds = -(-parts * heads // slots)
+    assert rounds * span <= 1.05 * length * heads / slots
+
+
 def in_linear_memory(q, k, v, **given) -> torch.Tensor:
     """Plain PyTorch in float64: the definition would keep tens of gigabytes for its gradient."""
     wide = {n: x.double() if isinstance(x, torch.Tensor) else x for n, x in given.items()}

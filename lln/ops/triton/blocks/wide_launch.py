@@ -90,7 +90,7 @@ def _wide_plan(
     t = _narrowed(t, rows)
     full, same = _regular(rows, columns, tokens, window)
     per_block, tiles = _tiles(rows, tokens, block)
-    pieces, span = split(tiles * rows, b * heads, t, device)
+    pieces, span = split(tiles * rows, b * heads, t, device, program=DIAG_PROGRAM)
     out = rows_of(q, e)
     every = q_strides, k[1], v[1], out[1]
     return out, Launch(
@@ -154,7 +154,7 @@ def _wide_dq_plan(
     t = _narrowed(t, rows)
     full, same = _regular(rows, columns, tokens, window)
     per_block, tiles = _tiles(rows, tokens, block)
-    pieces, span = split(tiles * rows, b * heads, t, device, merged=True)
+    pieces, span = split(tiles * rows, b * heads, t, device, merged=True, program=DIAG_PROGRAM)
     dq, group = rows_of(q, d), heads // kv_heads
     every = q_strides, k[1], v[1], out, dout, dq[1]
     launch = Launch(
