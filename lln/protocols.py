@@ -8,8 +8,7 @@ Public tensors are ``[B, H, N, D]`` as in ``scaled_dot_product_attention``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,8 +23,7 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What an implementation is asked to do: all that its refusal may depend on.
 
     ``needs`` names features beyond the plain op: ``"dropout"``, ``"learned_mix"``, ``"state"``,
@@ -39,7 +37,7 @@ class Call:
     q: Tensor
     k: Tensor
     v: Tensor
-    needs: frozenset[str] = field(default_factory=frozenset)
+    needs: frozenset[str] = frozenset()
     is_causal: bool = False
     block: int | None = None
     overlap: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,7 @@ from torch import Tensor
 from lln.protocols import compute_dtype
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """Scales, weights, features and dropout masks of one forward pass.
 
     The output is linear in v given a draw, so the attention matrix is the same draw applied to the

@@ -321,9 +321,10 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(first.device.type):
         return tensors
     dtype = torch.get_autocast_dtype(first.device.type)
+    kept = dtype, torch.float64
     return tuple(
         x.to(dtype)
-        if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        if isinstance(x, Tensor) and x.dtype not in kept and x.is_floating_point()
         else x
         for x in tensors
     )
