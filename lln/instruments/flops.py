@@ -26,7 +26,7 @@ LINEAR = (
     *("far", "near_far", "causal_average"),
 )
 BLOCKS = ("block_diagonal", "lln_diag", "causal_average", "varlen", "near", "near_far")
-CONVOLUTION = ("convolution",)
+CONVOLUTION = {"convolution": "weight", "lln_diag": "conv"}  # and what its filters are called
 SUFFIXES = ("", "_train", "_backward", "_eager", "_backward_eager")
 
 
@@ -82,8 +82,12 @@ def _formula(name: str, suffix: str) -> Callable[..., int]:
         if name in BLOCKS and getattr(given, "block", 0):
             # softmax attention computes its scores anew before their gradient: 5 products, not 4
             total += _blocks(given) * (5 if backward else 2) // 2
-        if name in CONVOLUTION:
-            total += _convolution(given)
+        filters = getattr(given, CONVOLUTION.get(name, ""), None)
+        if filters is not None:
+            wanted = getattr(given, f"need_{CONVOLUTION[name]}", False)
+            total += (getattr(given, "need_v", True) + wanted) * _products(
+                given.v, filters.shape[-1]
+            )
         return total
 
     count._get_raw = True  # pyright: ignore[reportFunctionMemberAccess]  # tensors, not their shapes
@@ -123,8 +127,3 @@ def _sinks(given: SimpleNamespace) -> int:
         return given.sink_k.shape[2]
     sinks = getattr(given, "sinks", None)
     return 0 if sinks is None else sinks.shape[1]
-
-
-def _convolution(given: SimpleNamespace) -> int:
-    wanted = getattr(given, "need_v", 1) + getattr(given, "need_weight", 0)
-    return wanted * _products(given.v, given.weight.shape[-1])

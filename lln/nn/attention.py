@@ -454,22 +454,19 @@ class LLNAttention(nn.Module):
             k: Keys ``[B, Hkv, M, D]``.
             v: Values ``[B, Hkv, M, E]``.
         """
-        centered = k if draw.center is None else k - draw.center
-        out = self._branches(q, centered, v, draw, impl)
-        if self.conv_weight is None:
-            return out
-        return self._with_convolution(out, self.conv_weight, v, draw)
+        centered, weight = k if draw.center is None else k - draw.center, self.conv_weight
+        if weight is None:
+            return self._branches(q, centered, v, draw, impl)
+        self._check_convolution(q, k, draw)
+        if impl is None and q.shape[2] == k.shape[2] and self._averages(draw):
+            return self._averaged(q, centered, v, draw, impl, weight)
+        return self._with_convolution(self._branches(q, centered, v, draw, impl), weight, v, draw)
 
     def _with_convolution(
         self, out: Tensor, weight: Tensor, v: Tensor, draw: Draw
     ) -> Float[Tensor, "B H N E"]:
         """Add what ``conv`` does; causal queries are those of the last keys."""
         queries, keys = out.shape[2], v.shape[2]
-        if queries > keys or (queries < keys and not draw.is_causal):
-            raise ValueError(
-                f"conv={self.conv} looks at neighbours of a token: it cannot serve {queries} "
-                f"queries of {keys} keys; leave conv out"
-            )
         options: dict[str, Any] = {"causal": draw.is_causal, "impl": self.impl}
         if queries == keys:
             return convolve_tokens(v, weight, onto=out, key_mask=draw.key_mask, **options)
@@ -477,6 +474,14 @@ class LLNAttention(nn.Module):
         mask = None if draw.key_mask is None else draw.key_mask[:, first:]
         near = convolve_tokens(v[:, :, first:], weight, key_mask=mask, **options)
         return out + self.for_queries(near[:, :, near.shape[2] - queries :])
+
+    def _check_convolution(self, q: Tensor, k: Tensor, draw: Draw) -> None:
+        queries, keys = q.shape[2], k.shape[2]
+        if queries > keys or (queries < keys and not draw.is_causal):
+            raise ValueError(
+                f"conv={self.conv} looks at neighbours of a token: it cannot serve {queries} "
+                f"queries of {keys} keys; leave conv out"
+            )
 
     def for_queries(self, x: Float[Tensor, "B Hkv N E"]) -> Float[Tensor, "B H N E"]:
         """Repeat what belongs to a key head for all query heads that share it."""
@@ -487,6 +492,8 @@ class LLNAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, draw: Draw, impl: str | None
     ) -> Float[Tensor, "B H N E"]:
         """LLN, or both branches."""
+        if self._averages(draw):
+            return self._averaged(q, k, v, draw, impl)
         linear = {
             "alpha": draw.alpha,
             "beta": draw.beta,
@@ -506,13 +513,49 @@ class LLNAttention(nn.Module):
         if draw.gamma is not None:
             joint = {"gamma": draw.gamma, "near_kept": draw.diag_kept}
             return near_far(q, k, v, **joint, **far, **linear, **local, **both)
-        if draw.diag_kept is None:
-            both["causal_block"] = blocks
-            return lln_diag(q, k, v, mix=draw.mix, **far, **linear, **local, **both)
+        assert draw.diag_kept is not None
         both["is_causal"] = draw.is_causal and blocks is None  # whole blocks see each other
         weight = 0.5 if draw.mix is None else draw.mix
         weight = torch.where(draw.diag_kept[:, None], weight, 1.0)[..., None, None].to(q.dtype)
         return torch.lerp(near(q, k, v, **local, **both), op(*seen, v, **linear, **shared), weight)
+
+    def _averages(self, draw: Draw) -> bool:
+        """Whether one op computes both branches and their average."""
+        return self.local is not None and draw.gamma is None and draw.diag_kept is None
+
+    def _averaged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        draw: Draw,
+        impl: str | None,
+        conv: Tensor | None = None,
+    ) -> Float[Tensor, "B H N E"]:
+        """Both branches by one op, and the convolution with them if its filters are given."""
+        local = self.local
+        assert local is not None
+        return lln_diag(
+            q,
+            k,
+            v,
+            alpha=draw.alpha,
+            beta=draw.beta,
+            block=local.block,
+            scale=local.scale,
+            overlap=local.overlap,
+            sinks=local.sinks,
+            key_mask=draw.key_mask,
+            is_causal=draw.is_causal,
+            causal_block=self.causal_block if draw.is_causal else None,
+            normalize_keys=self.statistics.matching.normalize_keys,
+            mix=draw.mix,
+            conv=conv,
+            slot_dropout=draw.slot_dropout,
+            probability_dropout=draw.probability_dropout,
+            impl=impl or self.impl,
+            **_named(draw.far),
+        )
 
     def attend_identity(
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv M D"], draw: Draw

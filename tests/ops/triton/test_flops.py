@@ -53,6 +53,13 @@ def test_a_convolution_is_a_product_with_its_taps(device):
     weight = torch.randn(H, 5, device=device, requires_grad=True)
     once = 2 * v.numel() * 5
     assert both_passes(kernels.convolution, [v, weight]) == (once, 2 * once)
+    scales = {name: torch.rand(B, H, device=device) for name in ("alpha", "beta")}
+
+    def branches(v, weight=None):
+        return kernels.lln_diag(v, v, v, conv=weight, block=16, scale=0.1, **scales)
+
+    without, added = both_passes(branches, [v]), both_passes(branches, [v, weight])
+    assert added == (without[0] + once, without[1] + 2 * once)
 
 
 def test_every_operator_has_a_formula():

@@ -32,11 +32,14 @@ def arguments(name: str, device: str) -> tuple:
         "bidirectional": (*(x.detach() for x in (q, k, v, alpha, beta)), mask, False),
         "lln_diag": (
             *(x.detach() for x in (q, k, v, alpha, beta)), None, mask, 16, 0, 0.2, False,
+            torch.randn(1, 5, device=device),
         ),
         "bidirectional_train": (q, k, v, alpha, beta, mask, False),
         "summarize": (k, v, beta, mask, True),
         "read": (q, log_mass, mean, alpha),
-        "lln_diag_train": (q, k, v, alpha, beta, None, mask, 16, 0, 0.2, False),
+        "lln_diag_train": (
+            q, k, v, alpha, beta, None, mask, 16, 0, 0.2, False, *tensors(device, (1, 5)),
+        ),
         "block_diagonal": (q, k, v, mask, 16, 0.2, True),
         "causal": (q, k, v, alpha, beta, log_mass, mean, mask, False),
         "causal_average": (q, k, v, alpha, beta, mask, 16, 0.2, False),

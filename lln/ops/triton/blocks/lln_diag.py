@@ -3,7 +3,8 @@
 Forward: the state of the keys, then one pass over q, k, v. Backward: the gradients of the state
 from q and dO, then one pass over q, k, v, dO for dq, dk, dv of both branches; where windows are
 larger than a tile (:func:`lln.ops.triton.tiles.in_windows`), one pass for dq and the gradients of
-the state, and one for dk, dv.
+the state, and one for dk, dv. A convolution of the values is added by the kernels of its own op,
+which add their gradient of v to that of the branches.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from lln.ops.triton.blocks.launch import diag, diag_backward, empty_diag_lse
 from lln.ops.triton.blocks.wide_launch import wide, wide_backward
 from lln.ops.triton.library import empty_rows
 from lln.ops.triton.linear import launch
+from lln.ops.triton.taps.convolution import convolve, convolve_backward
 from lln.ops.triton.tiles import LARGEST_BLOCK, MERGE_IN_READER, in_windows
 from lln.ops.triton.triangle.causal import causal
 
@@ -40,6 +42,7 @@ def lln_diag(
     is_causal: bool = False,
     normalize_keys: bool = False,
     mix: Float[Tensor, " H"] | None = None,
+    conv: Float[Tensor, "Hkv K"] | None = None,
     slot_dropout: None = None,
     probability_dropout: None = None,
 ) -> Float[Tensor, "B H N E"]:
@@ -47,10 +50,12 @@ def lln_diag(
 
     Fused for the bidirectional case, where blocks may ``overlap``; causal, the two branches run one
     after the other, the second adding to what the first has written unless ``mix`` is given or the
-    blocks are large.
+    blocks are large. ``conv``: filters of v over its tokens, whose result is added; bidirectional.
     """
     if slot_dropout is not None or probability_dropout is not None:
         raise ValueError("dropout is not supported by impl='triton'; use impl='eager'")
+    if is_causal and conv is not None:
+        raise ValueError("conv is not fused with causal attention; use lln.ops.convolution")
     if is_causal and mix is None and block <= LARGEST_BLOCK:
         return causal_average(q, k, v, alpha, beta, key_mask, block, scale, normalize_keys)
     if is_causal:
@@ -60,9 +65,9 @@ def lln_diag(
         return blend(linear, local, mix, q.dtype)
     if mix is not None:
         mix = mix.contiguous()  # a number that stands for all heads is stored once
-    arguments = (q, k, v, alpha, beta, mix, key_mask, block, overlap, scale, normalize_keys)
-    inputs = (q, k, v, alpha, beta) if mix is None else (q, k, v, alpha, beta, mix)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+    arguments = q, k, v, alpha, beta, mix, key_mask, block, overlap, scale, normalize_keys, conv
+    inputs = q, k, v, alpha, beta, mix, conv
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return _train(*arguments)[0]
     return _infer(*arguments)
 
@@ -72,8 +77,10 @@ def _in_windows(q: Tensor, v: Tensor, block: int, overlap: int) -> bool:
 
 
 def _forward(
-    q, k, v, alpha, beta, mix, key_mask, block, overlap, scale, normalize_keys, save: bool
-) -> tuple[Tensor, Tensor | None, launch.Merged | None]:
+    q, k, v, alpha, beta, mix, key_mask, block, overlap, scale, normalize_keys, conv=None, *,
+    save: bool,
+) -> tuple[Tensor, Tensor | None, launch.Merged | None, Tensor]:  # fmt: skip
+    """(out, lse, state, branches): ``branches`` is what ``conv`` was added to."""
     q, k, v, key_mask = launch.prepared(q, k, v, key_mask)
     parts, count = launch.summarize_parts(k, v, beta, key_mask, normalize_keys)
     merge_first = count > MERGE_IN_READER
@@ -83,11 +90,14 @@ def _forward(
     given = {"state": state, "parts": None if merge_first else parts, "count": count, "save": save}
     if _in_windows(q, v, block, overlap):
         window = block, overlap, scale
-        return *wide(q, k, v, key_mask, alpha, mix, window, **given), state
-    out, lse = diag(
-        q, k, v, key_mask, block=block, scale=scale, alpha=alpha, mix=mix, linear=True, **given
-    )
-    return out, lse, state
+        branches, lse = wide(q, k, v, key_mask, alpha, mix, window, **given)
+    else:
+        branches, lse = diag(
+            q, k, v, key_mask, block=block, scale=scale, alpha=alpha, mix=mix, linear=True, **given
+        )
+    if conv is None:
+        return branches, lse, state, branches
+    return convolve(v, conv, conv.shape[1] // 2, branches, key_mask), lse, state, branches
 
 
 def _infer_impl(q, k, v, *rest) -> Tensor:
@@ -100,89 +110,108 @@ def _infer_fake(q, k, v, *rest) -> Tensor:
     return empty_rows(q, v.shape[-1])
 
 
-def _train_impl(q, k, v, *rest) -> tuple[Tensor, ...]:
+def _train_impl(q, k, v, alpha, beta, mix, key_mask, *options) -> tuple[Tensor | None, ...]:
+    given = (q, k, v, alpha, beta, mix, key_mask, *options)
     if q.numel() == 0 or v.numel() == 0:
-        return tuple(x.zero_() for x in _train_fake(q, k, v, *rest))
-    out, lse, state = _forward(q, k, v, *rest, save=True)
+        return tuple(x.zero_() for x in _train_fake(*given))
+    out, lse, state, branches = _forward(*given, save=True)
     assert lse is not None and state is not None
-    return out, lse, *state
+    return out, lse, *state, branches if _keeps_branches(q, v, *options) else None
 
 
-def _train_fake(q, k, v, *rest) -> tuple[Tensor, ...]:
-    lse = empty_diag_lse(q, linear=True)
-    return empty_rows(q, v.shape[-1]), lse, *launch.empty_state(k, v)
+def _train_fake(q, k, v, alpha, beta, mix, key_mask, *options) -> tuple[Tensor, ...]:
+    out, lse = empty_rows(q, v.shape[-1]), empty_diag_lse(q, linear=True)
+    kept = torch.empty_like(out) if _keeps_branches(q, v, *options) else lse.new_empty(0)
+    return out, lse, *launch.empty_state(k, v), kept
+
+
+def _keeps_branches(q, v, block, overlap, scale, normalize_keys, conv=None) -> bool:
+    """Whether the backward pass wants what ``conv`` was added to; without one it is the output."""
+    return conv is not None and _in_windows(q, v, block, overlap)
 
 
 def _backward_impl(
-    dout, q, k, v, alpha, beta, mix, key_mask, out, lse, log_mass, mean, norm, block, overlap,
-    scale, normalize_keys, need_alpha, need_beta, need_mix,
+    dout, q, k, v, alpha, beta, mix, key_mask, conv, out, lse, log_mass, mean, norm, block, overlap,
+    scale, normalize_keys, need_alpha, need_beta, need_mix, need_conv,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     if q.numel() == 0 or v.numel() == 0:
         gradients = _backward_fake(
-            dout, q, k, v, alpha, beta, mix, key_mask, out, lse, log_mass, mean, norm, block,
-            overlap, scale, normalize_keys, need_alpha, need_beta, need_mix,
+            dout, q, k, v, alpha, beta, mix, key_mask, conv, out, lse, log_mass, mean, norm, block,
+            overlap, scale, normalize_keys, need_alpha, need_beta, need_mix, need_conv,
         )  # fmt: skip
         return tuple(x.zero_() for x in gradients)
     q, k, v, key_mask = launch.prepared(q, k, v, key_mask)
     state, slopes = launch.Merged(log_mass, mean, norm), (need_alpha, need_beta, need_mix)
     if _in_windows(q, v, block, overlap):
-        return wide_backward(
+        found = wide_backward(
             dout, out, q, k, v, key_mask, alpha, beta, mix, lse, state, (block, overlap, scale),
             normalize_keys=normalize_keys, slopes=slopes,
         )  # fmt: skip
-    _, parts, _ = launch.read_backward(
-        dout, q, alpha, lse, log_mass, mean, parts_only=True, mix=mix, share=0.5
-    )
-    return diag_backward(
-        dout, q, k, v, key_mask, lse, block=block, scale=scale, alpha=alpha, beta=beta, mix=mix,
-        state=state, parts=parts, normalize_keys=normalize_keys, linear=True, slopes=slopes,
-    )  # fmt: skip
+    else:
+        _, parts, _ = launch.read_backward(
+            dout, q, alpha, lse, log_mass, mean, parts_only=True, mix=mix, share=0.5
+        )
+        found = diag_backward(
+            dout, q, k, v, key_mask, lse, block=block, scale=scale, alpha=alpha, beta=beta, mix=mix,
+            state=state, parts=parts, normalize_keys=normalize_keys, linear=True, slopes=slopes,
+        )  # fmt: skip
+    if conv is None:
+        return *found, None
+    given = dout, v, conv, conv.shape[1] // 2, key_mask
+    return *found, convolve_backward(*given, (True, need_conv), add_to=found[2])[1]
 
 
 def _backward_fake(
-    dout, q, k, v, alpha, beta, mix, key_mask, out, lse, log_mass, mean, norm, block, overlap,
-    scale, normalize_keys, need_alpha, need_beta, need_mix,
+    dout, q, k, v, alpha, beta, mix, key_mask, conv, out, lse, log_mass, mean, norm, block, overlap,
+    scale, normalize_keys, need_alpha, need_beta, need_mix, need_conv,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return (
         empty_rows(q, q.shape[-1]), empty_rows(k, k.shape[-1]), empty_rows(v, v.shape[-1]),
         lse.new_empty(alpha.shape if need_alpha else (0,)),
         lse.new_empty(beta.shape if need_beta else (0,)),
         lse.new_empty(mix.shape if need_mix else (0,)),
+        torch.empty_like(conv) if need_conv else lse.new_empty(0),
     )  # fmt: skip
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors, ctx.options = inputs[:7], inputs[7:]
-    q, _, v, *_ = tensors
-    out = output[0] if _in_windows(q, v, *ctx.options[:2]) else None
-    ctx.save_for_backward(*tensors, out, *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
+    *tensors, ctx.options, conv = *inputs[:7], inputs[7:11], (*inputs, None)[11]  # may be left out
+    out, *saved, branches = output
+    if conv is None:
+        branches = out
+    if not _in_windows(tensors[0], tensors[2], *ctx.options[:2]):
+        branches = None
+    ctx.save_for_backward(*tensors, conv, branches, *saved)
+    ctx.mark_non_differentiable(*(x for x in output[1:] if x is not None))
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dout: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * 11
-    need = ctx.needs_input_grad[3:6]
+        return (None,) * 12
+    needed = ctx.needs_input_grad
+    need = *needed[3:6], len(needed) > 11 and needed[11]
     dq, dk, dv, *slopes = _backward(dout, *ctx.saved_tensors, *ctx.options, *need)
-    slopes = [slope if needed else None for slope, needed in zip(slopes, need, strict=True)]
-    return dq, dk, dv, *slopes, *(None,) * 5
+    *slopes, dconv = (x if wanted else None for x, wanted in zip(slopes, need, strict=True))
+    return dq, dk, dv, *slopes, *(None,) * 5, dconv
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor? mix, Tensor? key_mask"
 _SAVED = "Tensor lse, Tensor log_mass, Tensor mean, Tensor norm"
 _OPTIONS = "int block, int overlap, float scale, bool normalize_keys"
-_infer = register(f"lln_diag({_INPUTS}, {_OPTIONS}) -> Tensor", _infer_impl, _infer_fake)
+_CONV = "Tensor? conv=None"
+_infer = register(f"lln_diag({_INPUTS}, {_OPTIONS}, {_CONV}) -> Tensor", _infer_impl, _infer_fake)
 _train = register(
-    f"lln_diag_train({_INPUTS}, {_OPTIONS}) -> (Tensor out, {_SAVED})",
+    f"lln_diag_train({_INPUTS}, {_OPTIONS}, {_CONV}) -> (Tensor out, {_SAVED}, Tensor branches)",
     _train_impl,
     _train_fake,
     save=_save,
     differentiate=_differentiate,
 )
 _backward = register(
-    f"lln_diag_backward(Tensor dout, {_INPUTS}, Tensor? out, {_SAVED}, {_OPTIONS}, bool need_alpha,"
-    " bool need_beta, bool need_mix) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"lln_diag_backward(Tensor dout, {_INPUTS}, Tensor? conv, Tensor? out, {_SAVED}, {_OPTIONS}, "
+    "bool need_alpha, bool need_beta, bool need_mix, bool need_conv) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward_impl,
     _backward_fake,
 )

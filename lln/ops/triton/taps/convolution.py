@@ -41,10 +41,11 @@ def convolution(
     return _convolution(v, weight, before, onto, key_mask)
 
 
-def _forward(
+def convolve(
     v: Tensor, weight: Tensor, before: int, onto: Tensor | None = None,
     key_mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    """Return ``onto`` + the convolution, nothing differentiable."""
     if v.numel() == 0:
         return _fake(v, weight, before, onto, key_mask)
     v, weight, key_mask = rows_contiguous(v), weight.contiguous(), contiguous_mask(key_mask)
@@ -87,25 +88,40 @@ def _fake(
 def _backward_impl(
     dout: Tensor, v: Tensor, weight: Tensor, before: int, need_v: bool, need_weight: bool,
     key_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     if v.numel() == 0:
         found = _backward_fake(dout, v, weight, before, need_v, need_weight, key_mask)
         return found[0].zero_(), found[1].zero_()
+    return convolve_backward(dout, v, weight, before, key_mask, (need_v, need_weight))
+
+
+def convolve_backward(
+    dout: Tensor, v: Tensor, weight: Tensor, before: int, key_mask: Tensor | None,
+    needed: tuple[bool, bool], *, add_to: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """(dv, dweight), None where they are not ``needed``.
+
+    ``add_to`` is another gradient of v, in its memory order, which becomes the sum in place.
+    """
+    need_v, need_weight = needed
     dout, v = rows_contiguous(dout), rows_contiguous(v)
     weight, key_mask = weight.contiguous(), contiguous_mask(key_mask)
     rows, shape, launch, add = _backward_plan(
-        layout(v), layout(dout), weight.shape[1], before, mask_stride(key_mask)
+        layout(v), layout(dout), weight.shape[1], before, mask_stride(key_mask), add_to is not None
     )
-    dv = v.new_empty_strided(*rows) if need_v else v.new_empty(0)
-    dweight = torch.empty_like(weight) if need_weight else weight.new_empty(0)
-    parts = floats(v, *shape) if need_weight else None
-    if need_v and parts is not None and not _at_once(v):
+    dv = add_to
+    if dv is None and need_v:
+        dv = v.new_empty_strided(*rows)
+    if not need_weight:
+        launch(dout, v, weight, key_mask, dv, None)
+        return dv, None
+    dweight, parts = torch.empty_like(weight), floats(v, *shape)
+    if dv is None or _at_once(v):
+        launch(dout, v, weight, key_mask, dv, parts)
+    else:
         launch(dout, v, weight, key_mask, dv, None)
         launch(dout, v, weight, key_mask, None, parts)
-    else:
-        launch(dout, v, weight, key_mask, dv if need_v else None, parts)
-    if parts is not None:
-        add(parts, dweight)
+    add(parts, dweight)
     return dv, dweight
 
 
@@ -116,7 +132,7 @@ def _at_once(v: Tensor) -> bool:
 
 @planned
 def _backward_plan(
-    v: Layout, dout: Layout, taps: int, before: int, mask: int | None
+    v: Layout, dout: Layout, taps: int, before: int, mask: int | None, added: bool
 ) -> tuple[Any, tuple[int, ...], Launch, Launch]:
     (b, heads, tokens, e), v_strides, dtype, device = v
     dv = rows_of(v, e)
@@ -128,7 +144,7 @@ def _backward_plan(
         convolve_backward_kernel, (pieces, b * heads),
         (*row_strides(dout[1], v_strides, dv[1]), taps, mask or 0, heads, tokens, span),
         E=e, BE=padded(e), TAPS=taps, AFTER=taps - 1 - before, GROUP=dout[0][1] // heads,
-        ROWS=t.rows, HALO=halo, num_warps=t.warps, num_stages=t.stages,
+        ROWS=t.rows, HALO=halo, ADD=added, num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     add = Launch(
         filter_kernel, (heads, steps(taps, TAPS_AT_ONCE)), (b, heads, pieces),
@@ -141,8 +157,9 @@ def _backward_fake(
     dout: Tensor, v: Tensor, weight: Tensor, before: int, need_v: bool, need_weight: bool,
     key_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dv = empty_rows(v, v.shape[-1]) if need_v else v.new_empty(0)
-    return dv, weight.new_empty(weight.shape if need_weight else (0,))
+    nothing = v.new_empty(0, dtype=torch.float32)
+    dv = empty_rows(v, v.shape[-1]) if need_v else nothing
+    return dv, torch.empty_like(weight) if need_weight else nothing
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -163,7 +180,7 @@ def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
 _convolution = register(
     "convolution(Tensor v, Tensor weight, int before, Tensor? onto=None, Tensor? key_mask=None) "
     "-> Tensor",
-    _forward,
+    convolve,
     _fake,
     save=_save,
     differentiate=_differentiate,

@@ -132,11 +132,13 @@ def convolve_backward_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HALO: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     """DV of ``span`` tokens of one of ``heads``, and PARTS[head, part] [ROWS, ROWS + HALO].
 
     The latter is Σ over tiles of v dOᵀ, in which dw_{K−1−s} stands on the s-th diagonal. GROUP
-    heads of DOUT share one of V. What is None is not computed.
+    heads of DOUT share one of V. What is None is not computed. ADD: to what DV holds, rounded
+    before and after as two tensors are that torch adds.
     """
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
@@ -172,6 +174,9 @@ def convolve_backward_kernel(
             if MASK is not None:
                 kept = seen(MASK, start + rows, start + rows < end)
                 gradient = tl.where(kept[:, None], gradient, 0.0)
+            if ADD:
+                other = load_tile(DV, dv_row, start, end, rows, values, E, BE, False)
+                gradient = gradient.to(other.dtype).to(tl.float32) + other.to(tl.float32)
             store_tile(DV, dv_row, start, end, gradient, rows, values, E, BE, False)
     if PARTS is not None:
         width: tl.constexpr = ROWS + HALO

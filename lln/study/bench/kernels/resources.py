@@ -145,11 +145,11 @@ def _lln_diag(case: ResourceCase, length: int) -> Launched:
 
 
 def _lln_diag_learned(case: ResourceCase, length: int) -> Launched:
-    """With a weight per head that is learned, as recommended, and a large block."""
+    """With a weight per head and a convolution, both learned, as recommended; a large block."""
     q, k, v = case.tokens(1, HEADS, length)
-    mix = torch.empty(HEADS, requires_grad=True)
+    mix, conv = torch.empty(HEADS, requires_grad=True), torch.empty(HEADS, TAPS, requires_grad=True)
     options = {"block": case.block, "scale": SCALE, "key_mask": case.mask(1, length), "mix": mix}
-    return [kernels.lln_diag(q, k, v, **options, **_scales())], [q, k, v, mix]
+    return [kernels.lln_diag(q, k, v, conv=conv, **options, **_scales())], [q, k, v, mix, conv]
 
 
 def _lln_diag_overlap(case: ResourceCase, length: int) -> Launched:
