@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -132,7 +133,7 @@ def attention_forward(
             'cache, or keep softmax there with lln.hf.replace(..., layers="global"), which leaves '
             "windows alone"
         )
-    _refuse(layer_name, others, tuple(REFUSED))
+    _refuse(layer_name, others, REFUSED)
     if calibration is not None:
         _check_sizes(core, layer_name, query, key)
     if scaling is not None and scaling != query.shape[-1] ** -0.5:
@@ -142,7 +143,8 @@ def attention_forward(
     seen = read_mask(attention_mask, key.shape[2])
     causal = _is_causal(module, seen, is_causal)
     past = _state_of(module, core if causal else None, key)
-    if not (attention in RELATIVE or cores.is_cross(module) or _follows(core)):
+    is_cross = cores.is_cross(module)
+    if not (attention in RELATIVE or is_cross or _follows(core)):
         check_positions(
             module, layer_name, query.shape[2], seen.key_mask, others.get("position_ids")
         )
@@ -155,8 +157,7 @@ def attention_forward(
         if past is not None:
             return past.attend(core, q, k, v, seen.key_mask, rotation)
         options = {"key_mask": seen.key_mask, "is_causal": causal, "dropout": dropout}
-        options["rotation"] = rotation
-        return cores.attend(core, q, k, v, **options, is_cross=cores.is_cross(module))
+        return cores.attend(core, q, k, v, **options, rotation=rotation, is_cross=is_cross)
 
     lesson = getattr(core, "lesson", None)
     if lesson is None:
@@ -219,11 +220,10 @@ def _check_starts(
         )
 
 
-def _refuse(layer_name: str, others: dict[str, Any], arguments: tuple[str, ...]) -> None:
+def _refuse(layer_name: str, others: dict[str, Any], arguments: Container[str]) -> None:
     """Raise for arguments that would be left out."""
-    for argument in arguments:
-        value = others.get(argument)
-        if value is not None:
+    for argument, value in others.items():
+        if value is not None and argument in arguments:
             remedy = (
                 "keep the model as it is: softmax layers beside linear ones would leave it out"
                 if argument in LEFT_OUT_BY_SDPA

@@ -218,8 +218,9 @@ class LLNAttention(nn.Module):
 
     def mix_weight(self, dtype: torch.dtype | None = None) -> Float[Tensor, " H"] | None:
         """The weight of LLN beside the softmax branch; None for ½ (and for "joint")."""
-        if self.mix_logit is not None:
-            return self.mix_logit.to(dtype or self.mix_logit.dtype).sigmoid()
+        logit = self.mix_logit
+        if logit is not None:
+            return (logit if dtype in (None, logit.dtype) else logit.to(dtype)).sigmoid()
         return None if self.fixed_mix is None else self.fixed_mix.to(dtype or self.fixed_mix.dtype)
 
     @torch.no_grad()
@@ -378,8 +379,9 @@ class LLNAttention(nn.Module):
         if self.center is not None:
             center = self.center(k, key_mask, is_causal=is_causal)
             k = k - center
-        alpha, beta = self._learned(*self.statistics(q, k, **masks, is_causal=ordered))
-        if not self.statistics.per_sample:
+        statistics = self.statistics
+        alpha, beta = self._learned(*statistics(q, k, **masks, is_causal=ordered))
+        if not statistics.per_sample:
             alpha, beta = (x.to(dtype).expand(batch, -1) for x in (alpha, beta))
         far = None if self.features is None else self.features(q, k, unrotate)
         gamma = None

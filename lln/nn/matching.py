@@ -91,9 +91,16 @@ class Matching:
     ) -> tuple[Float[Tensor, "B H"], Float[Tensor, "B Hkv"]]:
         """α and β of every sample and head."""
         if not self.slots_matter:
-            options = {"method": self.method, "normalize_keys": self.normalize_keys}
-            given = {**masks, **options, "target": self.target, "impl": self.impl}
-            return self._sharpened(*moments.measure_scales(q, k, **given))
+            alpha, beta = moments.measure_scales(
+                q,
+                k,
+                **masks,
+                method=self.method,
+                target=self.target,
+                normalize_keys=self.normalize_keys,
+                impl=self.impl,
+            )
+            return self._sharpened(alpha, beta)
         deviations = moments.standard_deviations(q, k, **masks, impl=self.impl)
         measured = moments.score_variance(q, k, **masks) if self.target == "measured" else None
         return self.match(*deviations, measured)

@@ -318,16 +318,17 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     first = tensors[0]
     if not isinstance(first, Tensor) or first.is_meta:
         return tensors
-    if not torch.is_autocast_enabled(first.device.type):
+    device = first.device.type
+    if not torch.is_autocast_enabled(device):
         return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
-    kept = dtype, torch.float64
-    return tuple(
-        x.to(dtype)
-        if isinstance(x, Tensor) and x.dtype not in kept and x.is_floating_point()
-        else x
-        for x in tensors
-    )
+    dtype = torch.get_autocast_dtype(device)
+    return tuple([_cast(x, dtype) for x in tensors])
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if not isinstance(x, Tensor) or x.dtype == dtype:
+        return x
+    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:

@@ -70,7 +70,7 @@ def convolve_tokens(
         >>> convolve_tokens(v, weight, causal=True).flatten().tolist()
         [1.0, 2.0, 3.0, 3.0]
     """
-    if may_launch(impl) and kernel_takes(v, weight, onto):
+    if may_launch(impl) and _kernel_takes(v, weight, onto):
         return triton.convolution(v, weight, causal=causal, onto=onto, key_mask=key_mask)
     return _added(onto, convolve_by_blocks(hide(v, key_mask), weight, causal=causal))
 
@@ -109,8 +109,7 @@ def last_values(
     return torch.cat([past[:, :, new.shape[2] :], new], 2)
 
 
-def kernel_takes(v: Tensor, weight: Tensor, onto: Tensor | None) -> bool:
-    """Whether the kernel convolves v and adds the result to ``onto``."""
+def _kernel_takes(v: Tensor, weight: Tensor, onto: Tensor | None) -> bool:
     if weight.shape[1] > MOST_TAPS or (onto is not None and onto.dtype != v.dtype):
         return False
     return triton.refuses(Call("convolution", v, v, v)) is None

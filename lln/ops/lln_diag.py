@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lln.ops import triton
-from lln.ops.convolution import convolve_tokens, kernel_takes
+from lln.ops.convolution import MOST_TAPS, convolve_tokens
 from lln.ops.dispatch import choose
 from lln.protocols import Call
 
@@ -78,7 +78,7 @@ def lln_diag(
     window = block, overlap, sinks
     call = Call("lln_diag", *seen, v, needs, is_causal, *window, causal_block=causal_block)
     chosen = choose(call, impl)
-    fused = conv is not None and chosen is triton and not is_causal and kernel_takes(v, conv, q)
+    fused = conv is not None and chosen is triton and not is_causal and conv.shape[1] <= MOST_TAPS
     if fused:
         extra["conv"] = conv
     out = chosen.lln_diag(

@@ -86,7 +86,7 @@ class Launch:
     ) -> None:
         self.kernel, self.numbers, self.constants = kernel, numbers, constants
         self.grid = (*grid, 1, 1)[:3]
-        self._compiled: dict[tuple[torch.dtype | None, ...], CompiledKernel] = {}
+        self._compiled: dict[tuple[torch.dtype | None, ...], Callable[..., None]] = {}
         self._after: tuple[Any, ...] = ()
 
     def __call__(self, *tensors: Tensor | None) -> None:
@@ -103,13 +103,13 @@ class Launch:
         dtypes = tuple([None if x is None else x.dtype for x in tensors])
         compiled = self._compiled.get(dtypes)
         if compiled is not None:
-            compiled[self.grid](*addresses, *self._after)
+            compiled(*addresses, *self._after)
             return
         found = self._bind(tensors)
         names = getattr(self.kernel, "arg_names", ())[len(tensors) + len(self.numbers) :]
         if _REMEMBERS and isinstance(found, CompiledKernel) and set(names) <= set(self.constants):
             self._after = (*self.numbers, *(self.constants[name] for name in names))
-            self._compiled[dtypes] = found
+            self._compiled[dtypes] = found[self.grid]
 
     def _bind(self, tensors: tuple[Tensor | None, ...]) -> Any:
         return self.kernel[self.grid](*tensors, *self.numbers, **self.constants)
