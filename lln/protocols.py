@@ -19,8 +19,10 @@ FLOATING = (*HALF, torch.float32, torch.float64)
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """Accumulate in float32 whatever the input, float64 if any input is float64."""
-    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
-    return torch.float64 if wide else torch.float32
+    for tensor in tensors:
+        if tensor.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
 
 
 class Call(NamedTuple):

@@ -25,7 +25,8 @@ R = TypeVar("R")
 
 # Of a tensor: shape, strides, dtype, device. All that a launch may depend on beside its address.
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
-ALIGNED = 15  # bits of an address that are 0 where Triton's kernels for aligned memory fit
+# Bits of an address that are 0 where Triton's kernels for aligned memory fit, as in whole tensors.
+ALIGNED = 15
 # Compiled kernels take all arguments of their source since 3.3; AMD's depend on more of a tensor.
 _REMEMBERS = os.environ.get("LLN_DIRECT_LAUNCH", "1") != "0" and torch.version.hip is None
 _REMEMBERS = _REMEMBERS and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
@@ -96,11 +97,20 @@ class Launch:
             with on_device(first):
                 self._bind(tensors)
             return
-        addresses = [None if x is None else x.data_ptr() for x in tensors]
-        if not all_aligned(addresses):
+        addresses, kinds, bits = [], [], 0
+        for x in tensors:
+            if x is None:
+                addresses.append(None)
+                kinds.append(None)
+            else:
+                address = x.data_ptr()
+                bits |= address
+                addresses.append(address)
+                kinds.append(x.dtype)
+        if bits & ALIGNED:
             self._bind(tensors)
             return
-        dtypes = tuple([None if x is None else x.dtype for x in tensors])
+        dtypes = tuple(kinds)
         compiled = self._compiled.get(dtypes)
         if compiled is not None:
             compiled(*addresses, *self._after)
@@ -118,12 +128,3 @@ class Launch:
 def on_current_device(x: Tensor) -> bool:
     """Whether x is in the memory of the CUDA device that kernels are launched on."""
     return x.is_cuda and x.device.index == torch.cuda.current_device()
-
-
-def all_aligned(addresses: list[int | None]) -> bool:
-    """Whether all addresses are multiples of 16, as those of whole tensors are."""
-    bits = 0
-    for address in addresses:
-        if address is not None:
-            bits |= address
-    return not bits & ALIGNED

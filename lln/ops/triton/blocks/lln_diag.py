@@ -79,8 +79,8 @@ def _in_windows(q: Tensor, v: Tensor, block: int, overlap: int) -> bool:
 def _forward(
     q, k, v, alpha, beta, mix, key_mask, block, overlap, scale, normalize_keys, conv=None, *,
     save: bool,
-) -> tuple[Tensor, Tensor | None, launch.Merged | None, Tensor]:  # fmt: skip
-    """(out, lse, state, branches): ``branches`` is what ``conv`` was added to."""
+) -> tuple[Tensor, Tensor | None, launch.Merged | None, Tensor | None]:  # fmt: skip
+    """(out, lse, state, branches): what ``conv`` was added to, if the backward pass wants it."""
     q, k, v, key_mask = launch.prepared(q, k, v, key_mask)
     parts, count = launch.summarize_parts(k, v, beta, key_mask, normalize_keys)
     merge_first = count > MERGE_IN_READER
@@ -88,7 +88,8 @@ def _forward(
     if state is not None and merge_first:
         launch.merge(parts, count, state)
     given = {"state": state, "parts": None if merge_first else parts, "count": count, "save": save}
-    if _in_windows(q, v, block, overlap):
+    in_windows = _in_windows(q, v, block, overlap)
+    if in_windows:
         window = block, overlap, scale
         branches, lse = wide(q, k, v, key_mask, alpha, mix, window, **given)
     else:
@@ -96,8 +97,9 @@ def _forward(
             q, k, v, key_mask, block=block, scale=scale, alpha=alpha, mix=mix, linear=True, **given
         )
     if conv is None:
-        return branches, lse, state, branches
-    return convolve(v, conv, conv.shape[1] // 2, branches, key_mask), lse, state, branches
+        return branches, lse, state, None
+    out = convolve(v, conv, conv.shape[1] // 2, branches, key_mask)
+    return out, lse, state, branches if save and in_windows else None
 
 
 def _infer_impl(q, k, v, *rest) -> Tensor:
@@ -110,24 +112,21 @@ def _infer_fake(q, k, v, *rest) -> Tensor:
     return empty_rows(q, v.shape[-1])
 
 
-def _train_impl(q, k, v, alpha, beta, mix, key_mask, *options) -> tuple[Tensor | None, ...]:
-    given = (q, k, v, alpha, beta, mix, key_mask, *options)
+def _train_impl(q, k, v, *rest) -> tuple[Tensor | None, ...]:
     if q.numel() == 0 or v.numel() == 0:
-        return tuple(x.zero_() for x in _train_fake(*given))
-    out, lse, state, branches = _forward(*given, save=True)
+        return tuple(x.zero_() for x in _train_fake(q, k, v, *rest))
+    out, lse, state, branches = _forward(q, k, v, *rest, save=True)
     assert lse is not None and state is not None
-    return out, lse, *state, branches if _keeps_branches(q, v, *options) else None
+    return out, lse, *state, branches
 
 
-def _train_fake(q, k, v, alpha, beta, mix, key_mask, *options) -> tuple[Tensor, ...]:
+def _train_fake(
+    q, k, v, alpha, beta, mix, key_mask, block, overlap, scale, normalize_keys, conv=None
+) -> tuple[Tensor, ...]:
     out, lse = empty_rows(q, v.shape[-1]), empty_diag_lse(q, linear=True)
-    kept = torch.empty_like(out) if _keeps_branches(q, v, *options) else lse.new_empty(0)
-    return out, lse, *launch.empty_state(k, v), kept
-
-
-def _keeps_branches(q, v, block, overlap, scale, normalize_keys, conv=None) -> bool:
-    """Whether the backward pass wants what ``conv`` was added to; without one it is the output."""
-    return conv is not None and _in_windows(q, v, block, overlap)
+    kept = conv is not None and _in_windows(q, v, block, overlap)
+    branches = torch.empty_like(out) if kept else lse.new_empty(0)
+    return out, lse, *launch.empty_state(k, v), branches
 
 
 def _backward_impl(

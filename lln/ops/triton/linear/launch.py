@@ -48,8 +48,7 @@ class Merged(NamedTuple):
 def empty_state(k: Tensor, v: Tensor) -> Merged:
     """Uninitialised memory for the state of k, v."""
     (b, heads, _, d), e = k.shape, v.shape[-1]
-    shapes = (b, heads, d), (b, heads, d, e), (b, heads, 2, d)
-    return Merged(*(floats(k, *shape) for shape in shapes))
+    return Merged(floats(k, b, heads, d), floats(k, b, heads, d, e), floats(k, b, heads, 2, d))
 
 
 def empty_lse(q: Tensor) -> Tensor:
