@@ -99,6 +99,8 @@ def from_positions(positions: Int[Tensor, "B N"], *, is_causal: bool) -> Int[Ten
 
 def from_lengths(lengths: Mapping[str, Any], rows: int, tokens: int) -> Int[Tensor, "B N"] | None:
     """The number of each token's sequence, by FlashAttention's cumulative lengths, if there are."""
+    if not any(name in lengths for name in LENGTHS):
+        return None
     given = [lengths.get(name) for name in LENGTHS]
     queries, keys = (given[0] if x is None else x for x in given)
     queries = keys if queries is None else queries

@@ -12,6 +12,7 @@ OPS = "tests/test_bad_input.py tests/ops/test_against_reference.py tests/ops/tes
 CALLS = "tests/test_functional.py tests/test_properties.py"
 TILES = f"tests/ops/test_causal_tiles.py {OPS} {CALLS}"
 TRITON = "tests/ops/triton"
+FUSED = f"{TRITON}/test_fused_convolution.py"
 CORE = "tests/nn/test_attention.py tests/nn/test_running.py tests/nn/test_dropout.py"
 LAYER = "tests/nn/test_multihead.py tests/nn/test_transformer_layers.py"
 ENGINE = "tests/study/train/test_engine.py tests/study/train/test_loop.py"
@@ -32,11 +33,11 @@ TESTS = {
     "lln/ops/eager/triangle/causal_backward.py": TILES,
     "lln/ops/triton": f"{TRITON}/test_registration.py {TRITON}/test_bounds.py "
     f"{TRITON}/test_state.py {TRITON}/test_bidirectional.py",
-    "lln/ops/triton/taps/convolution.py": f"{TRITON}/test_convolution.py",
+    "lln/ops/triton/taps/convolution.py": f"{TRITON}/test_convolution.py {FUSED}",
     "lln/ops/triton/triangle/causal.py": f"{TRITON}/test_causal.py {TRITON}/test_prefill.py",
     "lln/ops/triton/triangle/launch.py": f"{TRITON}/test_causal.py {TRITON}/test_prefill.py",
     "lln/ops/triton/blocks/block_diagonal.py": f"{TRITON}/test_lln_diag.py",
-    "lln/ops/triton/blocks/lln_diag.py": f"{TRITON}/test_lln_diag.py",
+    "lln/ops/triton/blocks/lln_diag.py": f"{TRITON}/test_lln_diag.py {FUSED}",
     "lln/ops/triton/blocks/launch.py": f"{TRITON}/test_lln_diag.py",
     "lln/ops/triton/linear/varlen.py": f"{TRITON}/test_varlen.py",
     "lln/ops/triton/linear/launch_packed.py": f"{TRITON}/test_varlen.py",
