@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lln.ops.registration import register
 from lln.ops.triton.launching import Launch, planned, steps
+from lln.ops.triton.library import floats
 from lln.ops.triton.moments.matching_kernels import match_kernel, measure_kernel
 from lln.ops.triton.moments.statistics import moments_of_parts
 
@@ -118,10 +119,7 @@ def _measure_plan(
 
 
 def _measure_fake(q, k, key_mask, query_mask, floors, known, coefficients, root):
-    return (
-        q.new_empty(q.shape[:2], dtype=torch.float32),
-        k.new_empty(k.shape[:2], dtype=torch.float32),
-    )
+    return floats(q, *q.shape[:2]), floats(k, *k.shape[:2])
 
 
 _measure = register(
