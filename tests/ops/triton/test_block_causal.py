@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -73,5 +71,5 @@ def test_refusals(change, reason, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     q, k, v = torch.zeros(3, 1, 1, 4, 64, dtype=torch.float16)
     call = Call("block_causal", q, k, v, is_causal=True, causal_block=16)
-    found = kernels.refuses(dataclasses.replace(call, **change))
+    found = kernels.refuses(call._replace(**change))
     assert found is None if reason is None else reason in found

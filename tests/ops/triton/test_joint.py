@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch import Tensor
@@ -251,6 +249,6 @@ def test_the_same_call_gives_the_same_bits(device):
 def test_what_does_not_fit_is_refused_with_the_reason(change, reason, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     x = torch.zeros(1, 1, 4, 64, dtype=torch.float16)
-    call = dataclasses.replace(Call("near_far", x, x, x, block=16, slots=64), **change)
+    call = Call("near_far", x, x, x, block=16, slots=64)._replace(**change)
     found = kernels.refuses(call)
     assert found is None if reason is None else reason in found
