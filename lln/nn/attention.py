@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -13,18 +12,15 @@ from torch import Tensor, nn
 
 from lln.moments import MomentFit
 from lln.nn import sharded
-from lln.nn.draw import Draw, keep_mask, kept_diagonals
+from lln.nn.branches import attend_drawn, for_queries
+from lln.nn.draw import Draw, features_by_name, keep_mask, kept_diagonals
 from lln.nn.feature_maps import LOG_FEATURES, FeatureMap, Unrotate, check_feature_map
 from lln.nn.levels import KeyCenter, Level
 from lln.nn.matching import Matching
 from lln.nn.statistics import CAUSAL_NEEDS_STORED_STATISTICS, choose_statistics
 from lln.ops.arguments import autocast, check_mask, check_qkv, is_dtensor
-from lln.ops.bidirectional import bidirectional
-from lln.ops.causal import causal
-from lln.ops.convolution import check_conv, convolve_tokens, draw_filters_
-from lln.ops.lln_diag import lln_diag
+from lln.ops.convolution import check_conv, draw_filters_
 from lln.ops.local import read_causal_block, read_local, read_mix
-from lln.ops.near_far import near, near_far
 from lln.protocols import compute_dtype
 
 MIXES = ("average", "learned", "joint")
@@ -336,7 +332,7 @@ class LLNAttention(nn.Module):
         if self.level is not None:
             alpha, beta = (x.expand(len(q), -1) for x in self.scales())
             far = None if self.features is None else self.features(q, k)
-            options = {"is_causal": self.causal, **_named(far), **masks}
+            options = {"is_causal": self.causal, **features_by_name(far), **masks}
             self.level.calibrate_(q, k, alpha=alpha, beta=beta, **options)
         return self
 
@@ -386,7 +382,12 @@ class LLNAttention(nn.Module):
         far = None if self.features is None else self.features(q, k, unrotate)
         gamma = None
         if self.level is not None:
-            options = {"is_causal": is_causal, "is_ordered": ordered, **masks, **_named(far)}
+            options = {
+                "is_causal": is_causal,
+                "is_ordered": ordered,
+                **masks,
+                **features_by_name(far),
+            }
             gamma = self.level(q, k, alpha=alpha, beta=beta, **options)
         dropout = self.dropout if dropout is None else dropout
         dropout = dropout if self.training else 0.0
@@ -456,108 +457,21 @@ class LLNAttention(nn.Module):
             k: Keys ``[B, Hkv, M, D]``.
             v: Values ``[B, Hkv, M, E]``.
         """
-        centered, weight = k if draw.center is None else k - draw.center, self.conv_weight
-        if weight is None:
-            return self._branches(q, centered, v, draw, impl)
-        self._check_convolution(q, k, draw)
-        if impl is None and q.shape[2] == k.shape[2] and self._averages(draw):
-            return self._averaged(q, centered, v, draw, impl, weight)
-        return self._with_convolution(self._branches(q, centered, v, draw, impl), weight, v, draw)
-
-    def _with_convolution(
-        self, out: Tensor, weight: Tensor, v: Tensor, draw: Draw
-    ) -> Float[Tensor, "B H N E"]:
-        """Add what ``conv`` does; causal queries are those of the last keys."""
-        queries, keys = out.shape[2], v.shape[2]
-        options: dict[str, Any] = {"causal": draw.is_causal, "impl": self.impl}
-        if queries == keys:
-            return convolve_tokens(v, weight, onto=out, key_mask=draw.key_mask, **options)
-        first = max(0, keys - queries - self.conv + 1)
-        mask = None if draw.key_mask is None else draw.key_mask[:, first:]
-        near = convolve_tokens(v[:, :, first:], weight, key_mask=mask, **options)
-        return out + self.for_queries(near[:, :, near.shape[2] - queries :])
-
-    def _check_convolution(self, q: Tensor, k: Tensor, draw: Draw) -> None:
-        queries, keys = q.shape[2], k.shape[2]
-        if queries > keys or (queries < keys and not draw.is_causal):
-            raise ValueError(
-                f"conv={self.conv} looks at neighbours of a token: it cannot serve {queries} "
-                f"queries of {keys} keys; leave conv out"
-            )
+        return attend_drawn(
+            q,
+            k if draw.center is None else k - draw.center,
+            v,
+            draw,
+            local=self.local,
+            causal_block=self.causal_block,
+            normalize_keys=self.statistics.matching.normalize_keys,
+            conv=self.conv_weight,
+            impl=impl or self.impl,
+        )
 
     def for_queries(self, x: Float[Tensor, "B Hkv N E"]) -> Float[Tensor, "B H N E"]:
         """Repeat what belongs to a key head for all query heads that share it."""
-        group = self.num_heads // self.num_kv_heads
-        return x if group == 1 else x.repeat_interleave(group, dim=1)
-
-    def _branches(
-        self, q: Tensor, k: Tensor, v: Tensor, draw: Draw, impl: str | None
-    ) -> Float[Tensor, "B H N E"]:
-        """LLN, or both branches."""
-        if self._averages(draw):
-            return self._averaged(q, k, v, draw, impl)
-        linear = {
-            "alpha": draw.alpha,
-            "beta": draw.beta,
-            "normalize_keys": self.statistics.matching.normalize_keys,
-            "slot_dropout": draw.slot_dropout,
-        }
-        shared = {"key_mask": draw.key_mask, "impl": impl or self.impl}
-        op, blocks = bidirectional, self.causal_block if draw.is_causal else None
-        if draw.is_causal:
-            op = functools.partial(causal, causal_block=blocks)
-        far = _named(draw.far)
-        seen = far.get("q_far", q), far.get("k_far", k)
-        if self.local is None:
-            return op(*seen, v, **linear, **shared)
-        both = {**shared, "is_causal": draw.is_causal, **self.local.options}
-        local = {"probability_dropout": draw.probability_dropout}
-        if draw.gamma is not None:
-            joint = {"gamma": draw.gamma, "near_kept": draw.diag_kept}
-            return near_far(q, k, v, **joint, **far, **linear, **local, **both)
-        assert draw.diag_kept is not None
-        both["is_causal"] = draw.is_causal and blocks is None  # whole blocks see each other
-        weight = 0.5 if draw.mix is None else draw.mix
-        weight = torch.where(draw.diag_kept[:, None], weight, 1.0)[..., None, None].to(q.dtype)
-        return torch.lerp(near(q, k, v, **local, **both), op(*seen, v, **linear, **shared), weight)
-
-    def _averages(self, draw: Draw) -> bool:
-        """Whether one op computes both branches and their average."""
-        return self.local is not None and draw.gamma is None and draw.diag_kept is None
-
-    def _averaged(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        draw: Draw,
-        impl: str | None,
-        conv: Tensor | None = None,
-    ) -> Float[Tensor, "B H N E"]:
-        """Both branches by one op, and the convolution with them if its filters are given."""
-        local = self.local
-        assert local is not None
-        return lln_diag(
-            q,
-            k,
-            v,
-            alpha=draw.alpha,
-            beta=draw.beta,
-            block=local.block,
-            scale=local.scale,
-            overlap=local.overlap,
-            sinks=local.sinks,
-            key_mask=draw.key_mask,
-            is_causal=draw.is_causal,
-            causal_block=self.causal_block if draw.is_causal else None,
-            normalize_keys=self.statistics.matching.normalize_keys,
-            mix=draw.mix,
-            conv=conv,
-            slot_dropout=draw.slot_dropout,
-            probability_dropout=draw.probability_dropout,
-            impl=impl or self.impl,
-            **_named(draw.far),
-        )
+        return for_queries(x, self.num_heads)
 
     def attend_identity(
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv M D"], draw: Draw
@@ -648,8 +562,3 @@ def _plain_mix(mix: Any) -> Any:
             "LLN, a number or one per head"
         )
     return [float(x) for x in values] if isinstance(values, (list, tuple)) else float(values)
-
-
-def _named(far: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
-    """What LLN sees instead of q and k, as arguments of the ops; empty if nothing."""
-    return {} if far is None else {"q_far": far[0], "k_far": far[1]}

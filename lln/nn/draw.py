@@ -32,6 +32,11 @@ class Draw(NamedTuple):
     far: tuple[Float[Tensor, "B H N S"], Float[Tensor, "B Hkv M S"]] | None = None
 
 
+def features_by_name(far: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
+    """What LLN sees instead of q and k, as arguments of the ops; empty if nothing."""
+    return {} if far is None else {"q_far": far[0], "k_far": far[1]}
+
+
 def kept_diagonals(q: Tensor, dropped: float) -> Tensor | None:
     """Samples that keep the diagonal branch, drawn; None when it is never dropped."""
     return None if dropped == 0 else torch.rand(q.shape[0], device=q.device) >= dropped

@@ -1,0 +1,154 @@
+"""The output of LLN attention for one draw: its branches, put together, and the convolution."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lln.nn.draw import Draw, features_by_name
+from lln.ops.bidirectional import bidirectional
+from lln.ops.causal import causal
+from lln.ops.convolution import convolve_tokens
+from lln.ops.lln_diag import lln_diag
+from lln.ops.local import Local
+from lln.ops.near_far import near, near_far
+
+
+def attend_drawn(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B Hkv M D"],
+    v: Float[Tensor, "B Hkv M E"],
+    draw: Draw,
+    *,
+    local: Local | None,
+    causal_block: int | None,
+    normalize_keys: bool,
+    conv: Float[Tensor, "Hkv K"] | None,
+    impl: str | None,
+) -> Float[Tensor, "B H N E"]:
+    """LLN, or both of its branches, and what the filters ``conv`` make of the values.
+
+    Args:
+        q: Queries ``[B, H, N, D]``, any floating dtype.
+        k: Keys ``[B, Hkv, M, D]``, centred if the draw has a centre.
+        v: Values ``[B, Hkv, M, E]``.
+    """
+    blocks = causal_block if draw.is_causal else None
+    options: dict[str, Any] = {
+        "normalize_keys": normalize_keys,
+        "causal_block": blocks,
+        "impl": impl,
+    }
+    if conv is not None:
+        _check_neighbours(q.shape[2], k.shape[2], conv.shape[1], draw.is_causal)
+    if local is None or draw.gamma is not None or draw.diag_kept is not None:
+        out = _one_by_one(q, k, v, draw, local, **options)
+    elif q.shape[2] == k.shape[2]:
+        return _averaged(q, k, v, draw, local, conv, **options)
+    else:
+        out = _averaged(q, k, v, draw, local, None, **options)
+    return out if conv is None else _convolved(out, conv, v, draw, impl)
+
+
+def _averaged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    draw: Draw,
+    local: Local,
+    conv: Tensor | None,
+    *,
+    normalize_keys: bool,
+    causal_block: int | None,
+    impl: str | None,
+) -> Float[Tensor, "B H N E"]:
+    """Both branches by one op, and the convolution with them if its filters are given."""
+    return lln_diag(
+        q,
+        k,
+        v,
+        alpha=draw.alpha,
+        beta=draw.beta,
+        block=local.block,
+        scale=local.scale,
+        overlap=local.overlap,
+        sinks=local.sinks,
+        key_mask=draw.key_mask,
+        is_causal=draw.is_causal,
+        causal_block=causal_block,
+        normalize_keys=normalize_keys,
+        mix=draw.mix,
+        conv=conv,
+        slot_dropout=draw.slot_dropout,
+        probability_dropout=draw.probability_dropout,
+        impl=impl,
+        **features_by_name(draw.far),
+    )
+
+
+def _one_by_one(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    draw: Draw,
+    local: Local | None,
+    *,
+    normalize_keys: bool,
+    causal_block: int | None,
+    impl: str | None,
+) -> Float[Tensor, "B H N E"]:
+    """LLN alone; near and far keys; or branches of which samples may drop the diagonal one."""
+    linear = {
+        "alpha": draw.alpha,
+        "beta": draw.beta,
+        "normalize_keys": normalize_keys,
+        "slot_dropout": draw.slot_dropout,
+    }
+    shared = {"key_mask": draw.key_mask, "impl": impl}
+    op = functools.partial(causal, causal_block=causal_block) if draw.is_causal else bidirectional
+    far = features_by_name(draw.far)
+    seen = far.get("q_far", q), far.get("k_far", k)
+    if local is None:
+        return op(*seen, v, **linear, **shared)
+    both = {**shared, "is_causal": draw.is_causal, **local.options}
+    both["probability_dropout"] = draw.probability_dropout
+    if draw.gamma is not None:
+        joint = {"gamma": draw.gamma, "near_kept": draw.diag_kept}
+        return near_far(q, k, v, **joint, **far, **linear, **both)
+    assert draw.diag_kept is not None
+    both["is_causal"] = draw.is_causal and causal_block is None  # whole blocks see each other
+    weight = 0.5 if draw.mix is None else draw.mix
+    weight = torch.where(draw.diag_kept[:, None], weight, 1.0)[..., None, None].to(q.dtype)
+    return torch.lerp(near(q, k, v, **both), op(*seen, v, **linear, **shared), weight)
+
+
+def _convolved(
+    out: Tensor, conv: Tensor, v: Tensor, draw: Draw, impl: str | None
+) -> Float[Tensor, "B H N E"]:
+    """Add what the filters do; causal queries are those of the last keys."""
+    queries, keys, taps = out.shape[2], v.shape[2], conv.shape[1]
+    options: dict[str, Any] = {"causal": draw.is_causal, "impl": impl}
+    if queries == keys:
+        return convolve_tokens(v, conv, onto=out, key_mask=draw.key_mask, **options)
+    first = max(0, keys - queries - taps + 1)
+    mask = None if draw.key_mask is None else draw.key_mask[:, first:]
+    added = convolve_tokens(v[:, :, first:], conv, key_mask=mask, **options)
+    return out + for_queries(added[:, :, added.shape[2] - queries :], out.shape[1])
+
+
+def for_queries(x: Float[Tensor, "B Hkv N E"], heads: int) -> Float[Tensor, "B H N E"]:
+    """Repeat what belongs to a key head for all query heads that share it."""
+    group = heads // x.shape[1]
+    return x if group == 1 else x.repeat_interleave(group, dim=1)
+
+
+def _check_neighbours(queries: int, keys: int, taps: int, is_causal: bool) -> None:
+    if queries > keys or (queries < keys and not is_causal):
+        raise ValueError(
+            f"conv={taps} looks at neighbours of a token: it cannot serve {queries} "
+            f"queries of {keys} keys; leave conv out"
+        )
