@@ -14,7 +14,7 @@ import torch
 
 from lln.nn import RECOMMENDED
 from lln.study.bench.cases import TRAINING, Case
-from lln.study.bench.roberta import Setting, seconds_of, training_step
+from lln.study.bench.roberta import Setting, Step, seconds_of, training_step
 from lln.study.bench.timing import quantiles
 
 OP = "roberta_step"
@@ -39,14 +39,19 @@ def step_cases(lengths: Sequence[int] = LENGTHS, device: str = "cuda") -> list[C
     ]
 
 
-def milliseconds(case: Case, *, base: Setting = BASE, steps: int = STEPS) -> list[float]:
-    """Of a step, forward, backward and AdamW, at 20, 50 and 80 %."""
+def step_of(case: Case, *, base: Setting = BASE) -> Step:
+    """A model in training with the attention of a case, without dropout, in bfloat16."""
     attention, options = COMPARED[case.impl]
     setting = replace(base, tokens=case.N, batch=case.B)
+    return training_step(
+        attention, setting, case.device, options=options, dropout=0.0, autocast=True
+    )
+
+
+def milliseconds(case: Case, *, base: Setting = BASE, steps: int = STEPS) -> list[float]:
+    """Of a step, forward, backward and AdamW, at 20, 50 and 80 %."""
     try:
-        made = training_step(
-            attention, setting, case.device, options=options, dropout=0.0, autocast=True
-        )
+        made = step_of(case, base=base)
         seconds = [seconds_of(made, case.device) for _ in range(WARMUP + steps)][WARMUP:]
     finally:
         made = None

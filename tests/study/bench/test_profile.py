@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from lln.study.bench import sweep
+from lln.study.bench import roberta, step, sweep
 from lln.study.bench.cases import RUNNERS
 from lln.study.bench.kernels import profile
 from lln.study.bench.shapes import TOKENS
@@ -24,6 +25,20 @@ def test_what_is_profiled_can_be_run(op, width):
     case = profile.case_of(op, width)
     assert (case.op, case.impl) in RUNNERS and width == case.D
     assert (TOKENS if width == 64 else TOKENS // 2) == case.B * case.N
+
+
+def test_a_training_step_is_profiled_beside_sdpa(monkeypatch):
+    cases = []
+
+    def made(case):
+        cases.append(case)
+        return roberta.Step(torch.nn.Identity(), lambda: None)
+
+    monkeypatch.setattr(step, "step_of", made)
+    found = [(name, width) for name, width, _ in profile.calls_of([step.OP])]
+    names = [f"roberta_step {impl}, N = 512" for impl in ("sdpa", "recommended")]
+    assert found == [(name, 64) for name in names]
+    assert [(case.impl, case.B) for case in cases] == [("sdpa", 32), ("recommended", 32)]
 
 
 def test_an_unknown_op_is_named(tmp_path):

@@ -1,7 +1,9 @@
 """``lln bench profile``: which kernels a call consists of on the CUDA device, and what each takes.
 
 Forward and backward, at the shapes of ``lln bench gpu``: where the time is of an op that is slower
-than its bytes say. Kernels of PyTorch are those between ours: sums of gradients, conversions.
+than its bytes say. Kernels of PyTorch are those between ours: sums of gradients, conversions. Of a
+training step of RoBERTa-base, which is called from Python, their sum is what the device works: the
+rest of the step it waits for the host.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lln.records import machine
-from lln.study.bench import sweep
+from lln.study.bench import step, sweep
 from lln.study.bench.cases import TRAINING, Case, call, inputs
 from lln.study.bench.shapes import BASE, TOKENS, WIDE_TOKENS
 from lln.study.bench.terminal import wide_console
@@ -38,7 +40,8 @@ PROFILED: dict[tuple[str, int], str] = {
     ),
     **{(op, 128): "triton" for op in ("bidirectional", "lln_diag", "lln_diag_128", "causal")},
 }
-OPS = tuple(dict.fromkeys(op for op, _ in PROFILED))
+STEP_LENGTH = 512  # where the host weighs most
+OPS = (*dict.fromkeys(op for op, _ in PROFILED), step.OP)
 
 
 def case_of(op: str, width: int) -> Case:
@@ -46,6 +49,17 @@ def case_of(op: str, width: int) -> Case:
     tokens = TOKENS if width == 64 else WIDE_TOKENS
     shape = {"D": width, "N": LENGTH, "B": tokens // LENGTH}
     return replace(BASE, op=op, impl=PROFILED[op, width], passes=TRAINING, **shape)
+
+
+def calls_of(ops: Sequence[str]) -> Iterator[tuple[str, int, Callable[[], object]]]:
+    """Name, head size and call of everything that is profiled of these ops."""
+    for op, width in PROFILED:
+        if op in ops:
+            case = case_of(op, width)
+            yield op, width, call(case, inputs(case))
+    if step.OP in ops:
+        for case in step.step_cases((STEP_LENGTH,)):
+            yield f"{step.OP} {case.impl}, N = {case.N}", case.D, step.step_of(case).update
 
 
 def by_kernel(events: Iterable[tuple[str, float]], calls: int) -> list[sweep.Row]:
@@ -93,12 +107,10 @@ def run(folder: Path, *, ops: Sequence[str] | None = None, console: Console | No
     facts: dict[str, Any] = machine.facts("cuda")
     facts["configuration"] = f"N={LENGTH} bfloat16, 12 heads, fwd+bwd, mean of {CALLS} calls"
     rows: list[sweep.Row] = []
-    for op, width in PROFILED:
-        if op in (ops or OPS):
-            case = case_of(op, width)
-            found = by_kernel(events_of(call(case, inputs(case))), CALLS)
-            rows += [{"op": op, "D": width, **row, **facts} for row in found]
-            console.print(f"{op}, heads of {width}: {sum(row['us'] for row in found):.0f} us")
+    for name, width, run_once in calls_of(ops or OPS):
+        found = by_kernel(events_of(run_once), CALLS)
+        rows += [{"op": name, "D": width, **row, **facts} for row in found]
+        console.print(f"{name}, heads of {width}: {sum(row['us'] for row in found):.0f} us")
     console.print(table(rows))
     path = sweep.save_json({"rows": rows}, folder, subject=SUBJECT, device="cuda")
     console.print(f"wrote {path}")
