@@ -144,7 +144,9 @@ def test_compile_keeps_the_op_whole(device):
 
 # Of a GPU: whole windows with and without masks, edges, wide heads, groups.
 @pytest.mark.parametrize("length", [512, 2048, 4096, 16_384, 65_536])
-@pytest.mark.parametrize("kernel, merged", [("wide", False), ("wide_dq", True)])
+@pytest.mark.parametrize(
+    "kernel, merged", [("wide", False), ("wide_loop", False), ("wide_dq", True)]
+)
 def test_programs_fill_the_device(kernel, merged, length, monkeypatch):
     """65,536 tokens, 12 heads, 132 multiprocessors: hardly longer than if all were busy."""
     monkeypatch.setattr(tiles, "multiprocessors", lambda device: 132)

@@ -233,6 +233,31 @@ def test_every_kernel_fits_the_device_its_tiles_were_measured_on(dtype, width, t
     assert not never, f"no op of lln.study.bench.kernels.resources.OPS launches {sorted(never)}"
 
 
+PROGRAMS = """
+import torch
+from lln.ops import triton as kernels
+from lln.ops.triton import tiles
+from lln.study.bench.kernels.offline import compiling, planned_for, usage
+
+kernels.refuses_device = lambda x: None
+for block, overlap, kernel in ((128, 0, "wide"), (128, 64, "wide_loop"), (256, 0, "wide_loop")):
+    q, k, v = (torch.empty(4, 2, 1024, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    scales = {"alpha": torch.ones(4, 2), "beta": torch.ones(4, 2), "scale": 0.125}
+    with planned_for(90), compiling(90) as launched:
+        kernels.lln_diag(q, k, v, block=block, overlap=overlap, **scales)
+    [found] = [usage(x) for x in launched if x.metadata.name == "wide_kernel"]
+    wanted = tiles.HALF[kernel][64].programs
+    assert found.programs(90) == wanted and not found.stack, (block, overlap, wanted, found)
+"""
+
+
+@pytest.mark.slow
+def test_as_many_programs_of_large_blocks_run_as_they_are_split_for(toolchain):
+    """Blocks of 256 once had two windows in memory: one program where two were planned."""
+    done = outside("-c", PROGRAMS)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arch, dtype, width, ops",

@@ -25,7 +25,7 @@ from lln.ops.triton.linear.launch import Merged, merge_gradients, read_backward
 from lln.ops.triton.tiles import DIAG_PROGRAM, Tile, fused_backward, padded, split, tile
 
 Window = tuple[int, int, float]  # block, overlap, scale
-MOST_UNROLLED = 2  # tiles of a window that are walked without a loop: the next window loads ahead
+MOST_UNROLLED = 128  # tokens of a window that are met without a loop: the next window loads ahead
 LEAST_SLOPE = 1e-30  # of scores; 0 would make −inf, a key that is not there, no number
 
 
@@ -67,9 +67,9 @@ def _regular(queries: int, keys: int, tokens: int, window: Window) -> tuple[bool
     return full, full and not overlap and tokens % block == 0
 
 
-def _unrolled(alike: bool, tiles: int) -> int:
+def _unrolled(alike: bool, block: int, step: int) -> int:
     """The tiles that each tile meets, where these are always as many, and few; else 0."""
-    return tiles if alike and tiles <= MOST_UNROLLED else 0
+    return block // step if alike and block <= MOST_UNROLLED else 0
 
 
 def _tiles(rows: int, tokens: int, block: int) -> tuple[int, int]:
@@ -85,10 +85,14 @@ def _wide_plan(
 ) -> tuple[Any, Launch]:  # fmt: skip
     ((b, heads, tokens, d), q_strides, dtype, device), (_, kv_heads, _, e) = q, v[0]
     block, overlap, scale = window
-    t = tile("wide", d, e, dtype, device)
-    rows, columns = _fitted(t.rows, t.columns, window)
-    t = _narrowed(t, rows)
-    full, same = _regular(rows, columns, tokens, window)
+    for kernel in ("wide", "wide_loop"):
+        t = tile(kernel, d, e, dtype, device)
+        rows, columns = _fitted(t.rows, t.columns, window)
+        t = _narrowed(t, rows)
+        full, same = _regular(rows, columns, tokens, window)
+        unroll = _unrolled(t.ahead and same, block, columns)
+        if unroll:
+            break
     per_block, tiles = _tiles(rows, tokens, block)
     pieces, span = split(tiles * rows, b * heads, t, device, program=DIAG_PROGRAM)
     out = rows_of(q, e)
@@ -98,7 +102,7 @@ def _wide_plan(
         (*row_strides(*every), mask or 0, *alpha, heads, heads // kv_heads, tokens, block, overlap,
          per_block, tiles, span // rows, count, max(abs(scale) * math.log2(math.e), LEAST_SLOPE)),
         D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, COLS=columns,
-        UNROLL=_unrolled(t.ahead and same, block // columns), FULL=full, HAS_MASK=mask is not None,
+        UNROLL=unroll, FULL=full, HAS_MASK=mask is not None,
         FLIP=scale < 0, SAVE=save, ALIKE=alike(*every), **t.options,
     )  # fmt: skip
 
@@ -162,7 +166,7 @@ def _wide_dq_plan(
         (*row_strides(*every), mask or 0, *alpha, heads, group, tokens, block, overlap, per_block,
          tiles, span // rows, scale),
         D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, COLS=columns,
-        UNROLL=_unrolled(t.ahead and same, block // columns), FULL=full, HAS_MASK=mask is not None,
+        UNROLL=_unrolled(t.ahead and same, block, columns), FULL=full, HAS_MASK=mask is not None,
         ALIKE=alike(*every), **t.options,
     )  # fmt: skip
     return dq, (b * kv_heads, group * pieces, d * (e + 1)), pieces, launch
@@ -188,7 +192,7 @@ def _wide_dkdv_plan(
         (*row_strides(*every), mask or 0, *beta, kv_heads, tokens, block, overlap, tiles,
          span // columns, scale),
         D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, COLS=columns, GROUP=group,
-        UNROLL=_unrolled(t.ahead and same and group == 1, block // rows), FULL=full,
+        UNROLL=_unrolled(t.ahead and same and group == 1, block, rows), FULL=full,
         WHOLE=block % rows == 0, HAS_MASK=mask is not None, NORMALIZE=normalize_keys,
         ALIKE=alike(*every), **t.options,
     )  # fmt: skip

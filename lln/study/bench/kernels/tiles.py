@@ -40,6 +40,7 @@ USED_BY = {
     "diag": ("lln_diag", FORWARD),
     "diag_backward": ("lln_diag", TRAINING),
     "wide": ("lln_diag_128", FORWARD),
+    "wide_loop": ("lln_diag_256", FORWARD),
     "wide_dq": ("lln_diag_128", TRAINING),
     "wide_dkdv": ("lln_diag_128", TRAINING),
     "causal": ("causal", FORWARD),
@@ -56,7 +57,7 @@ USED_BY = {
     "joint_segments": ("near_far", FORWARD),
 }
 FIXED_ROWS = ("diag", "diag_backward", "causal", "causal_dq", "causal_dkdv")  # by their blocks
-WIDE = ("wide", "wide_dq", "wide_dkdv")
+WIDE = ("wide", "wide_loop", "wide_dq", "wide_dkdv")
 WIDE_SHAPES = ((64, 4, 32), (64, 4, 64), (64, 4, 128), (128, 8, 32), (128, 8, 64), (128, 8, 128))
 ANY_VALUES = ("summarize", "read", "read_backward", "summarize_backward")
 NEAR = ("near", "near_dq", "near_dkdv")
