@@ -19,6 +19,8 @@ def test_the_tile_in_use_comes_first_and_every_tile_once(kernel, width):
     found = [trial.tile for trial in trials.trials(kernel, width)]
     assert found[0] == trials.current(kernel, width)
     assert len(found) == len(set(found)) > 4
+    now = found[0]
+    assert now._replace(programs=now.programs + 1) in found[1:]
     if kernel in trials.FIXED_ROWS:
         assert {tile.rows for tile in found} == {found[0].rows}
 

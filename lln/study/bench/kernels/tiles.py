@@ -98,10 +98,10 @@ def _device() -> torch.device:
 def trials(kernel: str, width: int) -> list[Trial]:
     """The tile in use first, then all others that are worth a try.
 
-    Of rows, warps, stages, values and the way of conversion; as many warps as now run on a
-    multiprocessor. Of wide heads also two programs at a time, with half of the registers each; of
-    causal attention also sums instead of means; of large blocks also the other side of a tile, and
-    whether it loads ahead.
+    First the same tile cut for fewer programs on a multiprocessor, and for one more. Then other
+    rows, warps, stages, values and ways of conversion, with as many warps as now. Of wide heads
+    also two programs at a time, with half of the registers each; of causal attention also sums
+    instead of means; of large blocks also the other side of a tile, and whether it loads ahead.
     """
     if kernel not in USED_BY:
         raise ValueError(f"kernel={kernel!r} is unknown; choose from {', '.join(USED_BY)}")
@@ -140,7 +140,8 @@ def trials(kernel: str, width: int) -> list[Trial]:
         others += [
             Tile(r, 8, s, 2, t, registers=128) for r in (32, 64) for s in (1, 2, 3) for t in through
         ]
-    return [Trial(kernel, width, tile) for tile in dict.fromkeys([now, *others])]
+    shared_out = [now._replace(programs=n) for n in range(1, now.programs + 2)]
+    return [Trial(kernel, width, tile) for tile in dict.fromkeys([now, *shared_out, *others])]
 
 
 @contextlib.contextmanager
