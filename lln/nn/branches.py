@@ -137,12 +137,12 @@ def _convolved(
     first = max(0, keys - queries - taps + 1)
     mask = None if draw.key_mask is None else draw.key_mask[:, first:]
     added = convolve_tokens(v[:, :, first:], conv, key_mask=mask, **options)
-    return out + for_queries(added[:, :, added.shape[2] - queries :], out.shape[1])
+    added = added[:, :, added.shape[2] - queries :]
+    return out + repeat_heads(added, out.shape[1] // added.shape[1])
 
 
-def for_queries(x: Float[Tensor, "B Hkv N E"], heads: int) -> Float[Tensor, "B H N E"]:
-    """Repeat what belongs to a key head for all query heads that share it."""
-    group = heads // x.shape[1]
+def repeat_heads(x: Float[Tensor, "B Hkv N E"], group: int) -> Float[Tensor, "B H N E"]:
+    """What belongs to a key head, for all ``group`` query heads that share it."""
     return x if group == 1 else x.repeat_interleave(group, dim=1)
 
 

@@ -38,10 +38,13 @@ def tested(results: Path) -> str:
     green = [row for row in _rows(results) if row["outcome"] == "green"]
     if not green:
         return NOTHING_YET
+    found: dict[tuple[str, str], set[str]] = {}
+    for row in green:
+        place = row["torch"].partition("+")[0], row["python"]
+        found.setdefault(place, set()).add(row["transformers"])
     said = [
-        f"{row['torch'].partition('+')[0]} with transformers {row['transformers']} on Python "
-        f"{row['python']}"
-        for row in green
+        f"{torch} with transformers {' and '.join(sorted(names))} on Python {python}"
+        for (torch, python), names in found.items()
     ]
     return f"Tested with torch {', '.join(said)}."
 
