@@ -224,12 +224,21 @@ def _is_gone(pid: int) -> bool:
     return False
 
 
+# What a shell starts in the background ignores an interrupt, and so does all that it starts.
+LISTENS = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 @pytest.mark.slow
 def test_the_command_starts_a_cluster_and_ends_it_when_interrupted(tmp_path, data):
     pytest.importorskip("ray")
     (tmp_path / "sweep.json").write_text(json.dumps([{**ALONE, "steps": 10**6}]))
     words = ["--data", str(data), "--out", "out", "--scratch", "scratch", "--ray"]
     line = [sys.executable, "-u", "-m", "lln.cli", "sweep", "sweep.json", *words]
+    line = [sys.executable, "-c", LISTENS, *line]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     said, pid = "", None
