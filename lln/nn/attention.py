@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lln.moments import MomentFit
 from lln.nn import sharded
-from lln.nn.branches import attend_drawn, repeat_heads
+from lln.nn.branches import attend_drawn
 from lln.nn.draw import Draw, features_by_name, keep_mask, kept_diagonals
 from lln.nn.feature_maps import LOG_FEATURES, FeatureMap, Unrotate, check_feature_map
 from lln.nn.levels import KeyCenter, Level
@@ -471,7 +471,8 @@ class LLNAttention(nn.Module):
 
     def for_queries(self, x: Float[Tensor, "B Hkv N E"]) -> Float[Tensor, "B H N E"]:
         """Repeat what belongs to a key head for all query heads that share it."""
-        return repeat_heads(x, self.num_heads // self.num_kv_heads)
+        group = self.num_heads // self.num_kv_heads
+        return x if group == 1 else x.repeat_interleave(group, dim=1)
 
     def attend_identity(
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv M D"], draw: Draw

@@ -12,7 +12,7 @@ from torch import Tensor
 from lln.nn.draw import Draw, features_by_name
 from lln.ops.bidirectional import bidirectional
 from lln.ops.causal import causal
-from lln.ops.convolution import convolve_tokens
+from lln.ops.convolution import add_shared, convolve_tokens
 from lln.ops.lln_diag import lln_diag
 from lln.ops.local import Local
 from lln.ops.near_far import near, near_far
@@ -137,13 +137,7 @@ def _convolved(
     first = max(0, keys - queries - taps + 1)
     mask = None if draw.key_mask is None else draw.key_mask[:, first:]
     added = convolve_tokens(v[:, :, first:], conv, key_mask=mask, **options)
-    added = added[:, :, added.shape[2] - queries :]
-    return out + repeat_heads(added, out.shape[1] // added.shape[1])
-
-
-def repeat_heads(x: Float[Tensor, "B Hkv N E"], group: int) -> Float[Tensor, "B H N E"]:
-    """What belongs to a key head, for all ``group`` query heads that share it."""
-    return x if group == 1 else x.repeat_interleave(group, dim=1)
+    return add_shared(out, added[:, :, added.shape[2] - queries :])
 
 
 def _check_neighbours(queries: int, keys: int, taps: int, is_causal: bool) -> None:

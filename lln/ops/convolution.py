@@ -72,10 +72,10 @@ def convolve_tokens(
     """
     if may_launch(impl) and _kernel_takes(v, weight, onto):
         return triton.convolution(v, weight, causal=causal, onto=onto, key_mask=key_mask)
-    return _added(onto, convolve_by_blocks(hide(v, key_mask), weight, causal=causal))
+    return add_shared(onto, convolve_by_blocks(hide(v, key_mask), weight, causal=causal))
 
 
-def _added(onto: Tensor | None, near: Tensor) -> Tensor:
+def add_shared(onto: Tensor | None, near: Tensor) -> Tensor:
     """Return ``near``, or the sum of both, each head of ``near`` for those that share it."""
     if onto is None:
         return near

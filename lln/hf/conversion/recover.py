@@ -168,7 +168,7 @@ def disagreement(
     batch: Mapping[str, Any],
     objective: str | None = None,
     *,
-    ahead: bool = True,
+    ahead: bool,
 ) -> Tensor:
     """The loss of a model's output beside its teacher's; over real tokens.
 

@@ -71,7 +71,8 @@ HALF = {
         64: Tile(64, 4, 2, 2, columns=128, ahead=True),
         128: Tile(64, 4, 1, 2, through=False),
     },
-    # ... whose windows are walked: as measured on overlapping ones; three programs fit
+    # ... whose windows are walked: as measured on overlapping ones; three programs fit where all of
+    # their tiles are full, two elsewhere
     "wide_loop": {64: Tile(64, 4, 2, 3), 128: Tile(64, 4, 1, 2, through=False)},
     "wide_dq": {64: Tile(64, 4, 2, 2), 128: Tile(64, 4, 2, 2, through=False, columns=32)},
     "wide_dkdv": {

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lln.hf.conversion.recover import IGNORED
 from lln.study.conversion.watched import Counted, watched
 from lln.study.train.seeds import derived_seed
 
 SHARE = 0.15  # of the tokens that are to be predicted
-IGNORED = -100
 
 
 @dataclass(frozen=True)

@@ -85,14 +85,11 @@ def _wide_plan(
 ) -> tuple[Any, Launch]:  # fmt: skip
     ((b, heads, tokens, d), q_strides, dtype, device), (_, kv_heads, _, e) = q, v[0]
     block, overlap, scale = window
-    for kernel in ("wide", "wide_loop"):
-        t = tile(kernel, d, e, dtype, device)
-        rows, columns = _fitted(t.rows, t.columns, window)
-        t = _narrowed(t, rows)
-        full, same = _regular(rows, columns, tokens, window)
-        unroll = _unrolled(t.ahead and same, block, columns)
-        if unroll:
-            break
+    short = block <= MOST_UNROLLED and not overlap
+    t = tile("wide" if short else "wide_loop", d, e, dtype, device)
+    rows, columns = _fitted(t.rows, t.columns, window)
+    t = _narrowed(t, rows)
+    full, same = _regular(rows, columns, tokens, window)
     per_block, tiles = _tiles(rows, tokens, block)
     pieces, span = split(tiles * rows, b * heads, t, device, program=DIAG_PROGRAM)
     out = rows_of(q, e)
@@ -102,7 +99,7 @@ def _wide_plan(
         (*row_strides(*every), mask or 0, *alpha, heads, heads // kv_heads, tokens, block, overlap,
          per_block, tiles, span // rows, count, max(abs(scale) * math.log2(math.e), LEAST_SLOPE)),
         D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, COLS=columns,
-        UNROLL=unroll, FULL=full, HAS_MASK=mask is not None,
+        UNROLL=_unrolled(t.ahead and same, block, columns), FULL=full, HAS_MASK=mask is not None,
         FLIP=scale < 0, SAVE=save, ALIKE=alike(*every), **t.options,
     )  # fmt: skip
 
