@@ -83,8 +83,8 @@ HALF = {
     "near": {64: Tile(64, 4, 2, 3), 128: Tile(64, 8, 2, 1)},
     "near_dq": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
     "near_dkdv": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
-    # windows with far keys: measured with heads of 64
-    "joint": {64: Tile(64, 4, 1, 3), 128: Tile(64, 8, 2, 1), 256: Tile(32, 8, 1, 1)},
+    # windows with far keys
+    "joint": {64: Tile(64, 4, 1, 3), 128: Tile(128, 8, 1, 1), 256: Tile(32, 8, 1, 1)},
     "joint_dq": {
         64: Tile(128, 4, 1, 2, through=False),
         128: Tile(128, 8, 1, 1, through=False),
@@ -92,7 +92,7 @@ HALF = {
     },
     "joint_dkdv": {
         64: Tile(64, 4, 1, 2, through=False),
-        128: Tile(64, 8, 2, 1, through=False),
+        128: Tile(64, 4, 1, 2, through=False),
         256: Tile(32, 8, 1, 1, through=False),
     },
     "joint_segments": {64: Tile(64, 4, 3, 3), 128: Tile(64, 8, 3, 1), 256: Tile(32, 8, 2, 1)},

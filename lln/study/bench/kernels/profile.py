@@ -107,12 +107,13 @@ def run(folder: Path, *, ops: Sequence[str] | None = None, console: Console | No
     facts: dict[str, Any] = machine.facts("cuda")
     facts["configuration"] = f"N={LENGTH} bfloat16, 12 heads, fwd+bwd, mean of {CALLS} calls"
     rows: list[sweep.Row] = []
+    path = folder
     for name, width, run_once in calls_of(ops or OPS):
         found = by_kernel(events_of(run_once), CALLS)
         rows += [{"op": name, "D": width, **row, **facts} for row in found]
         console.print(f"{name}, heads of {width}: {sum(row['us'] for row in found):.0f} us")
+        path = sweep.save_json({"rows": rows}, folder, subject=SUBJECT, device="cuda")
     console.print(table(rows))
-    path = sweep.save_json({"rows": rows}, folder, subject=SUBJECT, device="cuda")
     console.print(f"wrote {path}")
     return path
 
