@@ -18,6 +18,7 @@ NAMES = {
     "lln": "LLN",
     "lln_authors": "LLN as the authors' code",
     "lln_diag": "LLN+Diag",
+    "lln_nearfar": "Near and far",
     "block_diag": "Diag",
     "elu": "ELU",
     "tnn": "TNN",

@@ -85,6 +85,33 @@ def test_the_study_compares_with_softmax_of_the_same_heads(tmp_path):
     assert "30 minutes for all runs" in said
 
 
+def test_the_screen_names_what_was_changed_and_what_diverged(tmp_path):
+    about = {"tokens": 49e6, "steps": 3000, "date": "2026-11-17", "device": "GPU", "torch": "2"}
+
+    def short(loss, diverged=False, **changes):
+        return {**row(**changes), **about, "commit": "c", "loss": loss, "diverged": diverged}
+
+    for name, rows in {
+        lln_alone.BESIDE: [short(4.2), short(9.0, attention="lln_diag")],
+        lln_alone.SCREEN: [
+            short(6.4, attention="lln"),
+            short(6.6, attention="lln", learning_rate=0.0014),
+            short(6.3, attention="lln", heads=2, precision="fp32"),
+            short(9.7, diverged=True, attention="lln", options={"conv": 33}),
+        ],
+    }.items():
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, rows)
+    lines = lln_alone.screen(tmp_path).splitlines()[2:-2]
+    assert lines == [
+        "| Softmax | 4.20 |",
+        "| LLN | 6.40 |",
+        "| LLN, learning rate = 0.0014 | 6.60 |",
+        "| LLN, heads = 2, precision = fp32 | 6.30 |",
+        "| LLN (conv 33) | diverged |",
+    ]
+
+
 def test_sentences_have_the_numbers_of_the_curves():
     said = lln_alone.known(RESULTS)
     curve = next(

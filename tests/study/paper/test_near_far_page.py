@@ -24,7 +24,7 @@ def pretraining(loss: float, *, seed: int = 0, mechanism: str = "lln_diag", **op
     name = json.dumps([mechanism, options])
     return {
         "subject": "mlm", "mechanism": mechanism, "digest": name, "seed": seed, "loss": loss,
-        "tokens": 250_000_000, "configuration": own, **ABOUT,
+        "best": loss, "best_step": steps, "tokens": 250_000_000, "configuration": own, **ABOUT,
     }  # fmt: skip
 
 
@@ -46,6 +46,16 @@ def test_long_runs_have_the_mean_and_standard_error_of_their_seeds(tmp_path):
     assert lines[4] == ""  # neither another length nor another mix is compared
 
 
+def test_a_run_that_lost_what_it_had_learned_is_said_to_have_collapsed(tmp_path):
+    wide = {"mechanism": "lln_nearfar", "diag_block": near_far.WIDE}
+    rows = [pretraining(7.5, **wide) | {"best": 5.25, "best_step": 2000}]
+    write(tmp_path, "mlm", [*rows, pretraining(2.5, mechanism="softmax")])
+    said = near_far.longer(tmp_path)
+    assert "| one normaliser, far = others | block of 256 | 7.500 |" in said
+    assert "block of 256: it collapsed; the best loss was 5.25, after 2,000 updates." in said
+    assert said.count("collapsed") == 1
+
+
 def test_nothing_is_said_of_long_runs_before_there_is_one(tmp_path):
     write(tmp_path, "mlm", [pretraining(2.5, mechanism="softmax")])
     assert near_far.longer(tmp_path) == NOTHING_YET
@@ -59,6 +69,18 @@ def test_the_screen_tells_slots_apart_and_orders_them(tmp_path):
     assert [line.split("|")[1].strip() for line in lines] == [
         "learned mix, 64 learned slots",
         "learned mix, 256 learned slots",
+    ]
+
+
+def test_the_screen_tells_the_plain_average_from_the_learned_mix(tmp_path):
+    folder = tmp_path / "near_far"
+    folder.mkdir()
+    rows = [pretraining(3.0, diag_block=128), pretraining(4.0, diag_block=128, mix="average")]
+    write(folder, "mlm", rows)
+    lines = near_far.screen(tmp_path).splitlines()[2:4]
+    assert lines == [
+        "| plain average | block of 128 | 4.00 |",
+        "| learned mix | block of 128 | 3.00 |",
     ]
 
 

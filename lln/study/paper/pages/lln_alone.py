@@ -1,7 +1,8 @@
 """What is known of LLN without a diagonal: the blocks of docs/results/lln-alone.md.
 
-Two scales: the pre-trainings on a GPU behind Table 1, and a study of minutes on a CPU, whose rows
-lie in a folder of their own. No sentence here compares one scale with the other.
+Three scales: the pre-trainings on a GPU behind Table 1, a screen of a fifth of their tokens, and a
+study of minutes on a CPU; the rows of the last two lie in folders of their own. No sentence here
+compares one scale with another.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from lln.study.plots.panels import Curve, Panel
 
 Fields = Mapping[str, Any]
 SMALL = "lln_alone"  # folder of the rows of sweeps/lln_alone_cpu.json
+SCREEN, BESIDE = "lln_alone_screen", "near_far"  # of sweeps/lln_alone_screen.json, and softmax
+VARIED = ("learning_rate", "positions", "heads", "precision")  # in the screen
 LARGE: Fields = {"recipe": "roberta-small", **PRETRAINING, "precision": "bf16"}
 CONV: Fields = {"conv": RECOMMENDED["conv"]}
 SHOWN: tuple[tuple[str, Fields], ...] = (
@@ -153,8 +156,7 @@ def _of_others(results: Path) -> list[str]:
             f"It is in company: with {of['layers']} layers of {of['width']} and N = {of['length']} "
             f"the linear mechanisms without window, gate or convolution end at {listed}."
         )
-    folder = results / "convolution"
-    tiny = read(folder, "mlm") if folder.exists() else []
+    tiny = _rows(results / "convolution")
     longest = max((row["steps"] for row in tiny), default=0)
     ends = {mechanism(row): row["loss"] for row in tiny if row["steps"] == longest}
     if ends:
@@ -166,6 +168,40 @@ def _of_others(results: Path) -> list[str]:
     return said
 
 
+def screen(results: Path) -> str:
+    """Short pre-trainings of LLN alone with one thing changed, and softmax beside them."""
+    found = {name: _rows(results / name) for name in (SCREEN, BESIDE)}
+    plain = [row for row in found[SCREEN] if row["mechanism"] == "lln"]
+    plain = [row for row in plain if not row["configuration"]["options"]]
+    if not plain:
+        return NOTHING_YET
+    usual = {name: _most([row["configuration"][name] for row in plain]) for name in VARIED}
+    rows = [row for row in found[BESIDE] if row["mechanism"] == "softmax"] + found[SCREEN]
+    lines = []
+    for row in sorted(rows, key=in_paper_order):
+        others = [
+            f"{name} = {row['configuration'][name]}".replace("_", " ")
+            for name in VARIED
+            if row["configuration"][name] != usual[name]
+        ]
+        shown = "diverged" if row["diverged"] else f"{row['loss']:.2f}"
+        lines.append([", ".join([mechanism(row), *others]), shown])
+    of = plain[0]
+    words = (
+        f"Loss on held-out text after {of['tokens'] / 1e6:.0f}M tokens, {of['steps']:,} updates, "
+        f"the same models; one seed each. ({origin_text(rows)})"
+    )
+    return f"{markdown_table(['', 'loss'], lines)}\n\n{words}"
+
+
+def _rows(folder: Path) -> list[Row]:
+    return read(folder, "mlm") if folder.exists() else []
+
+
+def _most(values: Sequence[Any]) -> Any:
+    return max(set(values), key=values.count)
+
+
 def _variant(row: Row, usual: int) -> str:
     heads = row["configuration"]["heads"]
     word = "head" if heads == 1 else "heads"
@@ -174,12 +210,10 @@ def _variant(row: Row, usual: int) -> str:
 
 def _small(results: Path) -> dict[str, list[Row]]:
     """Rows of the small study by variant, in the order of tables."""
-    folder = results / SMALL
-    rows = read(folder, "mlm") if folder.exists() else []
+    rows = _rows(results / SMALL)
     if not rows:
         return {}
-    heads = [row["configuration"]["heads"] for row in rows]
-    usual = max(set(heads), key=heads.count)
+    usual = _most([row["configuration"]["heads"] for row in rows])
     order = sorted(rows, key=lambda row: (in_paper_order(row), -row["configuration"]["heads"]))
     return grouped(order, lambda row: _variant(row, usual))
 
@@ -278,8 +312,7 @@ def figure(results: Path) -> list[Panel]:
     folder = results / SMALL
     found = read_curves(folder) if folder.exists() else []
     if found:
-        heads = [line["configuration"]["heads"] for line in found]
-        usual = max(set(heads), key=heads.count)
+        usual = _most([line["configuration"]["heads"] for line in found])
         own = [line for line in found if line["configuration"]["heads"] == usual]
         variants = grouped(sorted(own, key=in_paper_order), mechanism)
         curves = [
@@ -311,6 +344,7 @@ def _curve(label: str, lines: Sequence[Row], slot: int) -> Curve:
 BLOCKS: Blocks = {
     "lln_alone_large": large,
     "lln_alone_known": known,
+    "lln_alone_screen": screen,
     "lln_alone_small": small,
     "lln_alone_missing": missing,
 }

@@ -15,11 +15,13 @@ from lln.study.paper.pages.blocks import (
     origin,
     picture,
 )
-from lln.study.paper.results import Mean, origin_text, read
+from lln.study.paper.results import Mean, origin_text, read, read_curves
 
 Row = dict[str, Any]
 WIDE = 256  # the block that the screen chose
 LONG = ("roberta-small", 15300, 512)  # recipe, updates and tokens of the long runs
+SETTLED = 500  # updates after which a large gradient is no start
+COLLAPSED = 1.0  # nats above its own best at the end: what was learned is gone
 
 
 def concentration(results: Path) -> str:
@@ -94,11 +96,14 @@ def screen(results: Path) -> str:
     rows = read(results / "near_far", "mlm") if (results / "near_far").exists() else []
     if not rows:
         return NOTHING_YET
+    norms = _norms(results / "near_far")
     losses: dict[tuple[str, str], dict[int, str]] = {}
     for row in rows:
         given = dict(row["configuration"]["options"])
         conv = given.pop("conv", 0)
-        losses.setdefault(_form(row["mechanism"], given), {})[conv] = f"{row['loss']:.2f}"
+        norm = norms.get((row["digest"], row["seed"]))
+        shown = f"{row['loss']:.2f}" + (f" ({norm:.1f})" if norm else "")
+        losses.setdefault(_form(row["mechanism"], given), {})[conv] = shown
     convs = sorted({conv for found in losses.values() for conv in found})
     lines = [
         [form, reach, *(found.get(conv, "–") for conv in convs)]
@@ -108,9 +113,22 @@ def screen(results: Path) -> str:
     tokens = rows[0]["tokens"] / 1e6
     words = (
         f"Loss on held-out text after {tokens:.0f}M tokens of wiki2015, RoBERTa with 6 layers × "
-        f"512, N = 512, one seed each; two equal runs may differ by 0.1. ({origin_text(rows)})"
+        f"512, N = 512, one seed each; two equal runs may differ by 0.1. In brackets the largest "
+        f"norm of the gradient after {SETTLED} updates. ({origin_text(rows)})"
     )
     return f"{markdown_table(names, lines)}\n\n{words}"
+
+
+def _norms(folder: Path) -> dict[tuple[str, int], float]:
+    """The largest norm of the gradient of every run that has a curve, by digest and seed."""
+    return {
+        (line["digest"], line["seed"]): max(
+            row["gradient_norm"]
+            for row in line["rows"]
+            if row.get("kind") == "train" and row["step"] > SETTLED
+        )
+        for line in read_curves(folder)
+    }
 
 
 def longer(results: Path) -> str:
@@ -121,11 +139,17 @@ def longer(results: Path) -> str:
         return NOTHING_YET
     rows = [row for row in rows if _size(row) == _size(wide[0]) and _is_compared(row)]
     losses: dict[tuple[str, str], dict[int, list[float]]] = {}
+    lost = []
     for row in rows:
         given = _given(row)
         conv = given.pop("conv", 0)
         form = _form(row["mechanism"], {"diag_block": 64, **given})
         losses.setdefault(form, {}).setdefault(conv, []).append(row["loss"])
+        if row["loss"] > row["best"] + COLLAPSED:
+            lost.append(
+                f" {form[0].capitalize()}, {form[1]}: it collapsed; the best loss was "
+                f"{row['best']:.2f}, after {row['best_step']:,} updates."
+            )
     convs = sorted({conv for found in losses.values() for conv in found})
     lines = [
         [form, reach, *(_mean(found.get(conv, [])) for conv in convs)]
@@ -134,7 +158,8 @@ def longer(results: Path) -> str:
     names = ["branches", "near keys", *(f"conv {conv}" if conv else "no conv" for conv in convs)]
     words = (
         f"Loss on held-out text after {wide[0]['tokens'] / 1e6:.0f}M tokens, the same models; one "
-        f"seed unless a number of seeds and a standard error are given. ({origin_text(rows)})"
+        f"seed unless a number of seeds and a standard error are given.{''.join(lost)} "
+        f"({origin_text(rows)})"
     )
     return f"{markdown_table(names, lines)}\n\n{words}"
 
@@ -150,7 +175,7 @@ def _size(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _is_compared(row: Mapping[str, Any]) -> bool:
-    return row["mechanism"] == "softmax" or _given(row).get("mix") == "learned"
+    return row["mechanism"] in ("softmax", "lln_nearfar") or _given(row).get("mix") == "learned"
 
 
 def _mean(losses: Sequence[float]) -> str:
@@ -182,14 +207,15 @@ def _form(mechanism: str, options: dict[str, Any]) -> tuple[str, str]:
     reach = f"block of {block}" + (f", {overlap} on either side" if overlap else "")
     if mechanism == "lln_diag":
         slots = options.get("slots")
-        return "learned mix" + (f", {slots} learned slots" if slots else ""), reach
+        mix = "learned mix" if options.get("mix") == "learned" else "plain average"
+        return mix + (f", {slots} learned slots" if slots else ""), reach
     return f"one normaliser, far = {options.get('far', 'others')}", reach
 
 
 def _order(entry: tuple[str, str]) -> tuple[int, list[int], str, str]:
     """By form, then by its numbers: 64 slots before 128."""
     form, reach = entry
-    forms = ("softmax", "learned mix")
+    forms = ("softmax", "plain average", "learned mix")
     first = form.split(",")[0]
     place = forms.index(first) if first in forms else len(forms)
     return place, [int(number) for number in re.findall(r"\d+", form)], form, reach
