@@ -121,7 +121,6 @@ def causal_dq_kernel(
     masked: tl.constexpr = HAS_MASK or not FULL
     eye = identity(BD, dtype, THROUGH)
     below = rows[:, None] >= rows[None, :]
-    triangle = below.to(WIDE)
     begin = segment * span
     end = tl.minimum(begin + span, tokens)
 
@@ -148,21 +147,21 @@ def causal_dq_kernel(
         factors, top = key_factors(k, eye, beta, peak, keep, features, D, BD, NORMALIZE, masked)
         jump = tl.maximum(jump, top - peak)
         shrink = tl.exp2(peak - top)
-        x = as_float(q, eye) * (alpha * LOG2E) + top[None, :]
-        a = tl.exp2(minus_lse(x, LSE, tokens, start, end, rows, 0.0, PRECISE))
-        # a stands outside of every sum over keys: fewer tiles are held at a time
         earlier = (mass * shrink)[None, :]
         if SUMS:
             mean *= shrink[:, None]
         sums = dot(dout, tl.trans(mean.to(dtype)))
         if not SUMS:
             sums *= earlier
-        products = tl.where(below, dot(dout, tl.trans(v)), 0.0)
+        products = dot(dout, tl.trans(v))
         keys = tl.trans(factors)
-        first = a * (sums + dot_factors(products, keys, WIDE, TERMS))
-        delta = tl.sum(first, axis=1)
-        weights = dot_factors(triangle, keys, WIDE, TERMS) + earlier
-        gradient = first - a * (weights * delta[:, None])
+        sums += dot_factors(tl.where(below, products, 0.0), keys, WIDE, TERMS)
+        # a stands outside of every sum over keys: the last of the tiles that are held
+        x = as_float(q, eye) * (alpha * LOG2E) + top[None, :]
+        a = tl.exp2(minus_lse(x, LSE, tokens, start, end, rows, 0.0, PRECISE))
+        delta = tl.sum(a * sums, axis=1)
+        sums -= (dot_factors(below.to(WIDE), keys, WIDE, TERMS) + earlier) * delta[:, None]
+        gradient = a * sums
         if DALPHA is not None:
             slope += tl.sum(gradient * as_float(q, eye))
         store_tile(DQ, dq_row, start, end, gradient * alpha, rows, features, D, BD, FULL)
