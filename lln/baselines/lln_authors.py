@@ -76,8 +76,10 @@ class AuthorsLLN(Core):
     def _ratio(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         alpha, beta = authors_scales(q, k)
         q, k = alpha * q, beta * k
-        phi_q = torch.exp(q - q.amax(-1, keepdim=True))
-        phi_k = torch.exp(k - k.amax((-2, -1), keepdim=True))
+        # by index: compiled, amax would look for a maximum that was rounded among numbers that were
+        # not, find none, and divide by their number
+        phi_q = torch.exp(q - q.max(-1, keepdim=True).values)
+        phi_k = torch.exp(k - k.flatten(-2).max(-1).values[..., None, None])
         mass = phi_q @ phi_k.sum(-2)[..., None]
         return phi_q @ (phi_k.mT @ v) / (mass + self.eps)
 

@@ -17,7 +17,8 @@ def pseudoinverse(a: Float[Tensor, "... m m"], *, steps: int) -> Float[Tensor, "
     """
     identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     sums = a.abs()
-    norms = sums.sum(-1).amax(-1) * sums.sum(-2).amax(-1)
+    # by index, not amax, whose gradient is shared among all sums that equal it: compiled, none may
+    norms = sums.sum(-1).max(-1).values * sums.sum(-2).max(-1).values
     norms = norms.masked_fill(norms == 0, 1)  # nothing valid: Z stays 0
     z = a.mT / norms[..., None, None]
     for _ in range(steps):

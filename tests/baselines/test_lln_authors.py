@@ -13,7 +13,7 @@ from lln import zoo
 from lln.study.tasks import lra, mlm_recipes, vit
 from lln.study.tasks.models.lra import Classifier, LRASizes
 from lln.study.tasks.models.roberta import build_model
-from tests.baselines.small import TOKENS, heads, make, mask_of
+from tests.baselines.small import DIM, TOKENS, heads, make, mask_of
 
 A, B = 0.14855178144710912, -0.35487039130661086  # as published
 
@@ -164,3 +164,19 @@ def test_runs_may_train_with_it():
     sizes = LRASizes(16, 64, 10, "lln_authors", {"eps": 1e-5})
     scores = Classifier(sizes)(torch.randint(0, 16, (2, 64)))
     assert scores.shape == (2, 10) and scores.isfinite().all()
+
+
+@pytest.mark.slow
+def test_compiled_in_bfloat16_it_has_the_gradients_of_eager():
+    """The gradient of amax counts the numbers that equal it, of which fused code rounds none."""
+    module = make("lln_authors")
+    x = torch.randn(2, 4 * TOKENS, DIM, generator=torch.Generator().manual_seed(0))
+    found = []
+    for run in (torch.compile(module), module):
+        given = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run(given).float().square().sum()
+        found.append(torch.autograd.grad(loss, given)[0])
+    compiled, eager = found
+    assert compiled.isfinite().all()
+    assert (compiled - eager).norm() < 0.05 * eager.norm()
