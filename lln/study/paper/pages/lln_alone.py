@@ -33,6 +33,7 @@ from lln.study.plots.panels import Curve, Panel
 Fields = Mapping[str, Any]
 SMALL = "lln_alone"  # folder of the rows of sweeps/lln_alone_cpu.json
 SCREEN, BESIDE = "lln_alone_screen", "near_far"  # of sweeps/lln_alone_screen.json, and softmax
+SCREENED: Fields = {"learning_rate": 7e-4, "positions": "sinusoid", "heads": 8, "precision": "bf16"}
 VARIED = ("learning_rate", "positions", "heads", "precision")  # in the screen
 LARGE: Fields = {"recipe": "roberta-small", **PRETRAINING, "precision": "bf16"}
 CONV: Fields = {"conv": RECOMMENDED["conv"]}
@@ -300,7 +301,7 @@ def missing(results: Path) -> str:
 
 
 def figure(results: Path) -> list[Panel]:
-    """Validation loss against updates: the large pre-trainings, and the study on a CPU."""
+    """Validation loss against updates: the large pre-trainings, their screen, the CPU's study."""
     updates, nats = Axis("updates"), Axis("nats per hidden token")
     drawn = []
     lines = _large(results)
@@ -309,8 +310,20 @@ def figure(results: Path) -> list[Panel]:
         curves = [_curve(_short(line), [line], slots[_short(line)]) for line in lines]
         title = "Large: {layers} layers × {width}, N = {length}".format(**lines[0]["configuration"])
         drawn.append(Panel(title, curves, updates, nats, _origin(results, lines)))
-    folder = results / SMALL
-    found = read_curves(folder) if folder.exists() else []
+    found = [
+        line
+        for name in (BESIDE, SCREEN)
+        for line in read_curves(results / name)
+        if line["mechanism"] in ("softmax", "lln") and _agrees(line, SCREENED)
+    ]
+    if found:
+        curves = [
+            _curve(name, own, slots.setdefault(name, len(slots)))
+            for name, own in grouped(sorted(found, key=in_paper_order), mechanism).items()
+        ]
+        title = "The same with a fifth of the tokens"
+        drawn.append(Panel(title, curves[:DRAWN], updates, nats))
+    found = read_curves(results / SMALL)
     if found:
         usual = _most([line["configuration"]["heads"] for line in found])
         own = [line for line in found if line["configuration"]["heads"] == usual]
