@@ -105,7 +105,7 @@ def query_gradients(
     ds = (r * (dr * scale - (epsilon * scale)[:, None])).to(q.dtype)
     dq = dot_add(ds, k, dq)
     if ADD:
-        dq += load_tile(DQ, dq_row, start, end, rows, features, D, BD, FULL).to(tl.float32)
+        dq += 0.5 * load_tile(DQ, dq_row, start, end, rows, features, D, BD, FULL).to(tl.float32)
     store_tile(DQ, dq_row, start, end, dq, rows, features, D, BD, FULL)
     if DMIX is not None:
         tl.store(DMIX, tl.sum(delta - epsilon))
@@ -187,7 +187,8 @@ def diag_backward_kernel(
 ):
     """DQ, DK, DV of ``span`` tokens of one key head and the GROUP query heads that share it.
 
-    AVERAGE: each branch counts one half. ADD: to what DQ, DK, DV hold, the linear branch. PARTS are
+    AVERAGE: each branch counts one half. ADD: to half of what DQ, DK, DV hold, those of the linear
+    branch. PARTS are
     the gradients of the state, already weighted by MIX. The slopes DALPHA[query head, tile],
     DBETA[key head, tile] and DMIX[query head, tile] are stored if asked for.
     """
@@ -274,7 +275,7 @@ def diag_backward_kernel(
                 p = tl.where(keep[:, None], p, 0.0)
             dv = dot_add(p.to(dtype), weight, dv)
         if ADD:
-            dv += load_tile(DV, dv_row, start, end, rows, values, E, BE, FULL).to(tl.float32)
+            dv += 0.5 * load_tile(DV, dv_row, start, end, rows, values, E, BE, FULL).to(tl.float32)
         store_tile(DV, dv_row, start, end, dv, rows, values, E, BE, FULL)
         if LINEAR:
             pull = dot(v, tl.trans(weight))
@@ -291,5 +292,7 @@ def diag_backward_kernel(
         if GROUP == 1:
             dk = dot_add(tl.trans(ds), q, dk)
         if ADD:
-            dk += load_tile(DK, dk_row, start, end, rows, features, D, BD, FULL).to(tl.float32)
+            dk += 0.5 * load_tile(DK, dk_row, start, end, rows, features, D, BD, FULL).to(
+                tl.float32
+            )
         store_tile(DK, dk_row, start, end, dk, rows, features, D, BD, FULL)

@@ -1,7 +1,7 @@
 """Causal LLN+Diag, averaged: causal LLN, then the blocks onto what it has written.
 
 Forward, half of the block-diagonal softmax is added to half of the output of LLN in place;
-backward, its gradients to those of LLN. No third pass puts both together.
+backward, half of its gradients to half of those of LLN. No third pass puts both together.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _backward_impl(
         return tuple(x.zero_() for x in gradients)
     q, k, v, key_mask = prepared(q, k, v, key_mask)
     found = launch.causal_backward(
-        dout * 0.5, q, k, v, alpha, beta, key_mask, launch.NOTHING, lse, before,
+        dout, q, k, v, alpha, beta, key_mask, launch.NOTHING, lse, before,
         normalize_keys=normalize_keys, need_alpha=need_alpha, need_beta=need_beta, need_state=False,
     )  # fmt: skip
     gradients = found.dq, found.dk, found.dv
@@ -79,7 +79,8 @@ def _backward_impl(
         dout, q, k, v, key_mask, local_lse, block=block, scale=scale, is_causal=True, linear=False,
         add_to=gradients,
     )  # fmt: skip
-    return *gradients, found.dalpha, found.dbeta
+    halves = (None if x is None else 0.5 * x for x in (found.dalpha, found.dbeta))
+    return *gradients, *halves
 
 
 def _backward_fake(

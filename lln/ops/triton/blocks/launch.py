@@ -91,7 +91,7 @@ def diag_backward(
 ) -> tuple[Any, ...]:  # fmt: skip
     """(dq, dk, dv, dalpha, dbeta, dmix); slopes that are not asked for are None.
 
-    ``add_to`` = dq, dk, dv of half the linear branch, to which half the other one is added.
+    ``add_to`` = dq, dk, dv of the linear branch: they become the mean of both.
     """
     dout = rows_contiguous(dout)
     if parts is not None:
