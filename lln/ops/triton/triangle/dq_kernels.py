@@ -150,7 +150,12 @@ def causal_dq_kernel(
         earlier = (mass * shrink)[None, :]
         if SUMS:
             mean *= shrink[:, None]
-        sums = dot(dout, tl.trans(mean.to(dtype)))
+            before = mean.to(dtype)
+            mass, mean = carry_sums(factors, v, mass, shrink, mean)
+        else:
+            before = mean.to(dtype)
+            mass, mean = carry_keys(factors, v, mass, shrink, mean)
+        sums = dot(dout, tl.trans(before))
         if not SUMS:
             sums *= earlier
         products = dot(dout, tl.trans(v))
@@ -166,10 +171,6 @@ def causal_dq_kernel(
             slope += tl.sum(gradient * as_float(q, eye))
         store_tile(DQ, dq_row, start, end, gradient * alpha, rows, features, D, BD, FULL)
         tl.store(DELTA + start + rows, delta, mask=rows < end - start)
-        if SUMS:
-            mass, mean = carry_sums(factors, v, mass, shrink, mean)
-        else:
-            mass, mean = carry_keys(factors, v, mass, shrink, mean)
         peak = top
 
     careful = tl.max(jump, axis=0) > LIMIT
