@@ -123,9 +123,8 @@ def _norms(folder: Path) -> dict[tuple[str, int], float]:
     """The largest norm of the gradient of every run that has a curve, by digest and seed."""
     return {
         (line["digest"], line["seed"]): max(
-            row["gradient_norm"]
-            for row in line["rows"]
-            if row.get("kind") == "train" and row["step"] > SETTLED
+            (row.get("gradient_norm") or 0 for row in line["rows"] if row["step"] > SETTLED),
+            default=0,
         )
         for line in read_curves(folder)
     }
