@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lln.study.paper.pages import lln_alone
+from lln.study.paper.pages.blocks import NOTHING_YET
 from lln.study.paper.results import read, read_curves
 from lln.study.sweep import plan
 
@@ -91,17 +92,18 @@ def test_the_screen_names_what_was_changed_and_what_diverged(tmp_path):
     def short(loss, diverged=False, **changes):
         return {**row(**changes), **about, "commit": "c", "loss": loss, "diverged": diverged}
 
-    for name, rows in {
-        lln_alone.BESIDE: [short(4.2), short(9.0, attention="lln_diag")],
-        lln_alone.SCREEN: [
-            short(6.4, attention="lln"),
-            short(6.6, attention="lln", learning_rate=0.0014),
-            short(6.3, attention="lln", heads=2, precision="fp32"),
-            short(9.7, diverged=True, attention="lln", options={"conv": 33}),
-        ],
-    }.items():
-        (tmp_path / name).mkdir()
-        write(tmp_path / name, rows)
+    (tmp_path / lln_alone.SCREEN).mkdir()
+    write(tmp_path / lln_alone.SCREEN, [short(4.2), short(9.0, attention="lln_diag")])
+    assert lln_alone.screen(tmp_path) == NOTHING_YET
+    rows = [
+        short(4.2),
+        short(9.0, attention="lln_diag"),
+        short(6.4, attention="lln"),
+        short(6.6, attention="lln", learning_rate=0.0014),
+        short(6.3, attention="lln", heads=2, precision="fp32"),
+        short(9.7, diverged=True, attention="lln", options={"conv": 33}),
+    ]
+    write(tmp_path / lln_alone.SCREEN, rows)
     lines = lln_alone.screen(tmp_path).splitlines()[2:-2]
     assert lines == [
         "| Softmax | 4.20 |",

@@ -76,8 +76,10 @@ def test_the_screen_tells_the_plain_average_from_the_learned_mix(tmp_path):
     folder = tmp_path / "near_far"
     folder.mkdir()
     rows = [pretraining(3.0, diag_block=128), pretraining(4.0, diag_block=128, mix="average")]
-    write(folder, "mlm", rows)
-    lines = near_far.screen(tmp_path).splitlines()[2:4]
+    other = pretraining(9.0, mechanism="softmax")
+    other["configuration"]["positions"] = "normal"
+    write(folder, "mlm", [*rows, other, pretraining(8.0, mechanism="lln")])
+    lines = near_far.screen(tmp_path).splitlines()[2:-2]
     assert lines == [
         "| plain average | block of 128 | 4.00 |",
         "| learned mix | block of 128 | 3.00 |",

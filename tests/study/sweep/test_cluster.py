@@ -27,7 +27,7 @@ from tests.study.tasks.small_glue import write_glue, write_text
 from tests.waiting import HANGS, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
-SMOKE = ROOT / "sweeps" / "smoke.json"
+SMOKE = Path(__file__).with_name("smoke.json")
 ALONE = {**read(SMOKE)["base"], "attention": "softmax", "steps": 1}
 TASKS = [("sst2", 0), ("sst2", 1), ("stsb", 0), ("stsb", 1)]
 

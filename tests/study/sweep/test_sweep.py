@@ -38,7 +38,8 @@ ROOT = Path(__file__).resolve().parents[3]
 REPEAT = {"best_of": "learning_rate", "seed": [1]}
 TINY = {"run": "mlm", "recipe": "roberta-tiny"}
 STEP = {"run": "step", "recipe": "roberta-tiny", "lengths": [16]}
-SWEEPS = sorted((ROOT / "sweeps").glob("*.json"))
+SMOKE = Path(__file__).with_name("smoke.json")
+SWEEPS = [SMOKE, *sorted((ROOT / "sweeps").glob("*.json"))]
 
 # What a process of these tests does: wait, then add its row or fail.
 SCRIPT = """
@@ -281,7 +282,7 @@ def test_nothing_is_repeated_where_a_rival_has_failed(tmp_path, monkeypatch):
 
 
 def test_rates_of_one_mechanism_are_rivals(tmp_path, data):
-    small = read(ROOT / "sweeps" / "smoke.json")["base"]
+    small = read(SMOKE)["base"]
     content = {
         "base": {**small, "steps": 1},
         "grid": {"learning_rate": [1e-3, 5e-4], "attention": ["softmax", "lln"], "seed": [0]},
@@ -340,7 +341,7 @@ def data(tmp_path, monkeypatch):
 
 def test_keys_are_known_before_a_run_and_rows_have_them(tmp_path, data):
     """The jobs of the smoke sweep one after the other, in this process."""
-    content = read(ROOT / "sweeps" / "smoke.json")
+    content = read(SMOKE)
     places = {"data": data, "out": tmp_path / "out", "scratch": tmp_path / "scratch"}
     planned = plan(content, **places)
     assert [each.kind for each in planned] == ["mlm", "glue"] * 2
@@ -363,7 +364,7 @@ def test_keys_are_known_before_a_run_and_rows_have_them(tmp_path, data):
 
 
 def test_a_training_step_is_timed_per_length(tmp_path, data):
-    small = read(ROOT / "sweeps" / "smoke.json")["base"]
+    small = read(SMOKE)["base"]
     left_out = ("run", "length")
     spec = {name: value for name, value in small.items() if name not in left_out}
     spec |= {"attention": "lln", "steps": 3, "batch_size": 1, "lengths": [16, 32]}

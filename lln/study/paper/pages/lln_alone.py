@@ -32,9 +32,9 @@ from lln.study.plots.panels import Curve, Panel
 
 Fields = Mapping[str, Any]
 SMALL = "lln_alone"  # folder of the rows of sweeps/lln_alone_cpu.json
-SCREEN, BESIDE = "lln_alone_screen", "near_far"  # of sweeps/lln_alone_screen.json, and softmax
-SCREENED: Fields = {"learning_rate": 7e-4, "positions": "sinusoid", "heads": 8, "precision": "bf16"}
-VARIED = ("learning_rate", "positions", "heads", "precision")  # in the screen
+SCREEN = "near_far"  # folder of the rows of sweeps/near_far_screen.json, softmax and others beside
+SCREENED = ("softmax", "lln", "lln_authors")
+USUAL: Fields = {"learning_rate": 7e-4, "positions": "sinusoid", "heads": 8, "precision": "bf16"}
 LARGE: Fields = {"recipe": "roberta-small", **PRETRAINING, "precision": "bf16"}
 CONV: Fields = {"conv": RECOMMENDED["conv"]}
 SHOWN: tuple[tuple[str, Fields], ...] = (
@@ -171,23 +171,19 @@ def _of_others(results: Path) -> list[str]:
 
 def screen(results: Path) -> str:
     """Short pre-trainings of LLN alone with one thing changed, and softmax beside them."""
-    found = {name: _rows(results / name) for name in (SCREEN, BESIDE)}
-    plain = [row for row in found[SCREEN] if row["mechanism"] == "lln"]
-    plain = [row for row in plain if not row["configuration"]["options"]]
-    if not plain:
+    rows = [row for row in _rows(results / SCREEN) if row["mechanism"] in SCREENED]
+    if all(row["mechanism"] == "softmax" for row in rows):
         return NOTHING_YET
-    usual = {name: _most([row["configuration"][name] for row in plain]) for name in VARIED}
-    rows = [row for row in found[BESIDE] if row["mechanism"] == "softmax"] + found[SCREEN]
     lines = []
     for row in sorted(rows, key=in_paper_order):
         others = [
             f"{name} = {row['configuration'][name]}".replace("_", " ")
-            for name in VARIED
-            if row["configuration"][name] != usual[name]
+            for name, usual in USUAL.items()
+            if row["configuration"][name] != usual
         ]
         shown = "diverged" if row["diverged"] else f"{row['loss']:.2f}"
         lines.append([", ".join([mechanism(row), *others]), shown])
-    of = plain[0]
+    of = rows[0]
     words = (
         f"Loss on held-out text after {of['tokens'] / 1e6:.0f}M tokens, {of['steps']:,} updates, "
         f"the same models; one seed each. ({origin_text(rows)})"
@@ -312,9 +308,8 @@ def figure(results: Path) -> list[Panel]:
         drawn.append(Panel(title, curves, updates, nats, _origin(results, lines)))
     found = [
         line
-        for name in (BESIDE, SCREEN)
-        for line in read_curves(results / name)
-        if line["mechanism"] in ("softmax", "lln") and _agrees(line, SCREENED)
+        for line in read_curves(results / SCREEN)
+        if line["mechanism"] in SCREENED and _agrees(line, USUAL)
     ]
     if found:
         curves = [

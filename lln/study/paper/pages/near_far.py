@@ -20,6 +20,7 @@ from lln.study.paper.results import Mean, origin_text, read, read_curves
 Row = dict[str, Any]
 WIDE = 256  # the block that the screen chose
 LONG = ("roberta-small", 15300, 512)  # recipe, updates and tokens of the long runs
+COMPARED = ("softmax", "lln_diag", "lln_nearfar")
 SETTLED = 500  # updates after which a large gradient is no start
 COLLAPSED = 1.0  # nats above its own best at the end: what was learned is gone
 
@@ -94,6 +95,7 @@ def slots(results: Path) -> str:
 def screen(results: Path) -> str:
     """Losses of short pre-trainings: how the branches are put together, and how far they reach."""
     rows = read(results / "near_far", "mlm") if (results / "near_far").exists() else []
+    rows = [row for row in rows if row["mechanism"] in COMPARED and _plain(row)]
     if not rows:
         return NOTHING_YET
     norms = _norms(results / "near_far")
@@ -117,6 +119,12 @@ def screen(results: Path) -> str:
         f"norm of the gradient after {SETTLED} updates. ({origin_text(rows)})"
     )
     return f"{markdown_table(names, lines)}\n\n{words}"
+
+
+def _plain(row: Mapping[str, Any]) -> bool:
+    """Not one of those that LLN alone is compared with (docs/results/lln-alone.md)."""
+    own = row["configuration"]
+    return own.get("positions", "sinusoid") == "sinusoid" and own.get("heads", 8) == 8
 
 
 def _norms(folder: Path) -> dict[tuple[str, int], float]:
