@@ -34,6 +34,7 @@ Fields = Mapping[str, Any]
 SMALL = "lln_alone"  # folder of the rows of sweeps/lln_alone_cpu.json
 SCREEN = "near_far"  # folder of the rows of sweeps/near_far_screen.json, softmax and others beside
 SCREENED = ("softmax", "lln", "lln_authors")
+# what the screen of near and far keys keeps, and that of LLN alone varies
 USUAL: Fields = {"learning_rate": 7e-4, "positions": "sinusoid", "heads": 8, "precision": "bf16"}
 LARGE: Fields = {"recipe": "roberta-small", **PRETRAINING, "precision": "bf16"}
 CONV: Fields = {"conv": RECOMMENDED["conv"]}

@@ -15,6 +15,7 @@ from lln.study.paper.pages.blocks import (
     origin,
     picture,
 )
+from lln.study.paper.pages.lln_alone import USUAL
 from lln.study.paper.results import Mean, origin_text, read, read_curves
 
 Row = dict[str, Any]
@@ -124,7 +125,7 @@ def screen(results: Path) -> str:
 def _plain(row: Mapping[str, Any]) -> bool:
     """Not one of those that LLN alone is compared with (docs/results/lln-alone.md)."""
     own = row["configuration"]
-    return own.get("positions", "sinusoid") == "sinusoid" and own.get("heads", 8) == 8
+    return all(own.get(name, usual) == usual for name, usual in USUAL.items())
 
 
 def _norms(folder: Path) -> dict[tuple[str, int], float]:
