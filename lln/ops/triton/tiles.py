@@ -96,11 +96,14 @@ HALF = {
         256: Tile(32, 8, 1, 1, through=False),
     },
     "joint_segments": {64: Tile(64, 4, 3, 3), 128: Tile(64, 8, 3, 1), 256: Tile(32, 8, 2, 1)},
-    "causal": {64: Tile(64, 4, 3, 2), 128: Tile(64, 8, 1, 1)},
-    "causal_dq": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
-    "causal_dkdv": {64: Tile(64, 4, 2, 2), 128: Tile(64, 8, 1, 1)},
-    # not measured yet
-    "convolution": {64: Tile(64, 4, 3, 3), 128: Tile(64, 8, 2, 2), 256: Tile(64, 8, 1, 1)},
+    "causal": {
+        64: Tile(64, 4, 3, 2, sums=True),
+        128: Tile(64, 8, 1, 1, through=False, sums=True),
+    },
+    "causal_dq": {64: Tile(64, 4, 2, 2, sums=True), 128: Tile(64, 8, 1, 1, sums=True)},
+    "causal_dkdv": {64: Tile(64, 4, 2, 2, sums=True), 128: Tile(64, 8, 1, 1, sums=True)},
+    # heads of 256: not measured
+    "convolution": {64: Tile(64, 4, 3, 2), 128: Tile(64, 4, 2, 4), 256: Tile(64, 8, 1, 1)},
     "statistics": {64: Tile(32, 8, 4, 6), 128: Tile(16, 8, 1, 5), 256: Tile(16, 8, 1, 4)},
 }
 # float32 dots run on the ordinary cores with both operands in registers: small tiles.

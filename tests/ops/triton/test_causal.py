@@ -156,10 +156,10 @@ def carried_sums(monkeypatch):
     for table in (tiles.SINGLE, *(tiles.HALF[k] for k in ("causal", "causal_dq", "causal_dkdv"))):
         for width, tile in table.items():
             monkeypatch.setitem(table, width, tile._replace(sums=True))
-    tiles.tile.cache_clear()
+    tiles.forget()
     yield
     monkeypatch.undo()
-    tiles.tile.cache_clear()
+    tiles.forget()
 
 
 @pytest.mark.parametrize("dtype, normalize_keys", CARRIED)

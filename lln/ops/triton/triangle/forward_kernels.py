@@ -221,26 +221,30 @@ def causal_kernel(
         factors, top = key_factors(k, eye, beta, peak, keep, features, D, BD, NORMALIZE, masked)
         jump = tl.maximum(jump, top - peak)
         shrink = tl.exp2(peak - top)
+        earlier = (mass * shrink)[None, :]
+        # carried on before the queries come, whose tiles then have the registers of these factors
+        if SUMS:
+            mean *= shrink[:, None]
+            before = mean.to(dtype)
+            mass, mean = carry_sums(factors, v, mass, shrink, mean)
+        else:
+            before = mean.to(dtype)
+            mass, mean = carry_keys(factors, v, mass, shrink, mean)
         x = as_float(q, eye) * alpha + top[None, :]
         highest = tl.max(x, axis=1)
         a = tl.exp2(x - highest[:, None])
         scores = dot_factors(a, factors, WIDE, TERMS)
         scores = tl.where(rows[:, None] >= rows[None, :], scores, 0.0)
-        carried = a * (mass * shrink)[None, :]
+        carried = a * earlier
         weight = tl.sum(scores, axis=1) + tl.sum(carried, axis=1)
         norm = inverse(weight)[:, None]
         if SUMS:
-            mean *= shrink[:, None]
-            out = dot_add(scores.to(dtype), v, dot(a.to(dtype), mean.to(dtype))) * norm
+            out = dot_add(scores.to(dtype), v, dot(a.to(dtype), before)) * norm
         else:
             out = dot((scores * norm).to(dtype), v)
-            out = dot_add((carried * norm).to(dtype), mean.to(dtype), out)
+            out = dot_add((carried * norm).to(dtype), before, out)
         store_tile(OUT, out_row, start, end, out, rows, values, E, BE, FULL)
         store_lse(LSE, tokens, start, end, rows, highest, weight, PRECISE)
-        if SUMS:
-            mass, mean = carry_sums(factors, v, mass, shrink, mean)
-        else:
-            mass, mean = carry_keys(factors, v, mass, shrink, mean)
         peak = top
 
     if tl.max(jump, axis=0) > LIMIT:
