@@ -1,7 +1,7 @@
 """What is measured: an op, an implementation and a shape.
 
 ``op`` is a key of ``OPTIONS``: the word used in ``lln/ops`` and what is special, as the block in
-``lln_diag_128``; or ``recommended``: the module with ``lln.nn.RECOMMENDED``, its learned parameters
+``lln_diag_128``; or one of ``RECIPES``, the module with these options, its learned parameters
 among the inputs. ``impl`` is ``"eager"``, ``"triton"`` or ``"mixed"`` for ours, ``"sdpa"`` for
 ``torch.nn.functional.scaled_dot_product_attention`` (``"cudnn"`` and ``"flash"`` with the backend
 fixed), ``"matrix"`` for softmax attention that builds its N×N matrix, ``"torch"`` for torch's
@@ -48,6 +48,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "near_far_causal": {**_JOINT, "diag_overlap": WIDE_BLOCK // 2, "is_causal": True},
     "near_far_slots": _JOINT,
 }
+# Of the module: as recommended, and with the branches averaged.
+RECIPES = {"recommended": RECOMMENDED, "recommended_average": {**RECOMMENDED, "mix": "average"}}
 SLOTS = 2  # times D, of the features of far keys in "near_far_slots"
 TAPS = RECOMMENDED["conv"]  # of the convolution over tokens
 FORWARD, TRAINING = "fwd", "fwd+bwd"
@@ -102,14 +104,14 @@ def _measured(impl: str) -> Callable[..., Tensor]:
 
 
 @lru_cache
-def _core(heads: int, head_dim: int, impl: str) -> LLNAttention:
-    return LLNAttention(heads, head_dim, impl=impl, **RECOMMENDED)
+def _core(op: str, heads: int, head_dim: int, impl: str) -> LLNAttention:
+    return LLNAttention(heads, head_dim, impl=impl, **RECIPES[op])
 
 
-def _recommended(impl: str) -> Callable[..., Tensor]:
-    def run(q: Tensor, k: Tensor, v: Tensor, mix: Tensor, filters: Tensor) -> Tensor:
-        learned = {"mix_logit": mix, "conv_weight": filters}
-        return functional_call(_core(q.shape[1], q.shape[-1], impl), learned, (q, k, v))
+def _recommended(op: str, impl: str) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, filters: Tensor, *mix: Tensor) -> Tensor:
+        learned = {"conv_weight": filters, **({"mix_logit": mix[0]} if mix else {})}
+        return functional_call(_core(op, q.shape[1], q.shape[-1], impl), learned, (q, k, v))
 
     return run
 
@@ -153,7 +155,7 @@ IMPLEMENTED = {
 RUNNERS: dict[tuple[str, str], Callable[..., Tensor]] = {
     **{(op, impl): _ours(op, impl) for impl, ops in IMPLEMENTED.items() for op in ops},
     **{("measured", impl): _measured(impl) for impl in ("eager", "triton")},
-    **{("recommended", impl): _recommended(impl) for impl in IMPLEMENTED},
+    **{(op, impl): _recommended(op, impl) for op in RECIPES for impl in IMPLEMENTED},
     ("bidirectional", "sdpa"): F.scaled_dot_product_attention,
     ("bidirectional", "matrix"): _softmax_matrix,
     ("bidirectional", "cudnn"): _backend("CUDNN_ATTENTION"),
@@ -174,19 +176,22 @@ def _softmax_reference(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> T
     return reference.attend(reference.normalize_rows(scores, seen), v)
 
 
-def _recommended_reference(q: Tensor, k: Tensor, v: Tensor, mix: Tensor, filters: Tensor) -> Tensor:
+def _recommended_reference(
+    q: Tensor, k: Tensor, v: Tensor, filters: Tensor, *mix: Tensor
+) -> Tensor:
     alpha, beta = moments.measure_scales(q, k, method=RECOMMENDED["method"])
     block, scale = RECOMMENDED["diag_block"], 1 / math.sqrt(q.shape[-1])
     local = reference.block_diagonal(q, k, v, block=block, scale=scale)
     linear = reference.bidirectional(q, k, v, alpha=alpha, beta=beta)
-    return torch.lerp(local, linear, mix.sigmoid()[:, None, None]) + _depthwise(v, filters)
+    share = mix[0].sigmoid()[:, None, None] if mix else 0.5
+    return torch.lerp(local, linear, share) + _depthwise(v, filters)
 
 
 def expected(case: Case, *tensors: Tensor) -> Tensor:
     """The O(N²) definition of what ``case`` computes, in the dtype of the inputs."""
     if case.op == "convolution":
         return _depthwise(*tensors)
-    if case.op == "recommended":
+    if case.op in RECIPES:
         return _recommended_reference(*tensors)
     q, k, v, *features = tensors
     if case.impl in peers.EXPECTED:
@@ -202,7 +207,7 @@ def expected(case: Case, *tensors: Tensor) -> Tensor:
 def inputs(case: Case, *, seed: int = 0) -> list[Tensor]:
     """q, k, v of standard normal numbers, the same for every implementation of a shape.
 
-    The convolution has v and its filters instead, "recommended" a weight per head and filters
+    The convolution has v and its filters instead, "recommended" filters and a weight per head
     besides: parameters, and therefore float32. Far keys with slots have features of their own, and
     other libraries get positive features for q and k.
     """
@@ -218,10 +223,10 @@ def inputs(case: Case, *, seed: int = 0) -> list[Tensor]:
         made = peers.prepared(case.impl, *made)
     if case.op == "near_far_slots":
         made += [normal(*shape[:3], SLOTS * case.D).to(dtype) for _ in range(2)]
+    if case.op == "convolution" or case.op in RECIPES:
+        made.append(normal(case.H, TAPS))
     if case.op == "recommended":
         made.append(normal(case.H))
-    if case.op in ("convolution", "recommended"):
-        made.append(normal(case.H, TAPS))
     return [x.requires_grad_(case.passes == TRAINING) for x in made]
 
 

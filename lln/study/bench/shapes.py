@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lln.study.bench import decoding, peers, step
-from lln.study.bench.cases import FORWARD, SLOTS, TRAINING, Case
+from lln.study.bench.cases import FORWARD, RECIPES, SLOTS, TRAINING, Case
 
 TOKENS, WIDE_TOKENS = 65_536, 32_768  # of heads of 64 and of 128
 EAGER, HOST, GRAPH, SERIES = "eager", "host", "graph", "series"
@@ -27,6 +27,7 @@ PASSES = (FORWARD, TRAINING)
 # q, k, v, dO, dq, dk, dv.
 _TWO_BRANCHES = (6, 15)
 _MEASURED, _CONVOLUTION = (2, 2), (2, 5)
+_RECOMMENDED = (6 + _MEASURED[0] + _CONVOLUTION[0], 15 + _MEASURED[1] + _CONVOLUTION[1])
 FLOORS: dict[str, tuple[float, float]] = {
     "bidirectional": (4, 11),
     "causal": (4, 11),
@@ -44,7 +45,7 @@ FLOORS: dict[str, tuple[float, float]] = {
     # q and k of their own for far keys: k_far, v; q, k, v, q_far, out. Backwards: q_far, dO; q, k,
     # v, dO, dq, dk, dv, q_far, k_far and their gradients.
     "near_far_slots": (5 + 2 * SLOTS, 5 + 2 * SLOTS + 8 + 5 * SLOTS),
-    "recommended": (6 + _MEASURED[0] + _CONVOLUTION[0], 15 + _MEASURED[1] + _CONVOLUTION[1]),
+    **dict.fromkeys(RECIPES, _RECOMMENDED),
 }
 
 
@@ -168,7 +169,7 @@ def _settings(quick: bool) -> list[Timed]:
     """Large blocks, windows that overlap, near and far under one normaliser, the recommended."""
     lengths = (4096,) if quick else (512, 4096, 16_384)
     ops = {
-        "recommended": "triton", "lln_diag_128": "triton", "lln_diag_256": "triton",
+        **dict.fromkeys(RECIPES, "triton"), "lln_diag_128": "triton", "lln_diag_256": "triton",
         "lln_diag_overlap": "triton", "lln_diag_causal": "triton", "near_far": "triton",
         "near_far_overlap": "triton", "near_far_causal": "triton", "near_far_slots": "triton",
         "near_far_all": "mixed",

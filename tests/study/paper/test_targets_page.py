@@ -49,7 +49,7 @@ def of(op, launch=GRAPH, **wanted):
 
 def test_all_are_met_by_rows_that_meet_them(good):
     good = changed(good, of("lln_diag_causal", **{"pass": "fwd"}), ms_p50=0.39)
-    assert set(verdicts(good).values()) == {"met"} and len(verdicts(good)) == 13
+    assert set(verdicts(good).values()) == {"met"} and len(verdicts(good)) == 14
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,7 @@ def test_all_are_met_by_rows_that_meet_them(good):
         (of("lln_diag_128", N=16_384), {"floor_share": 0.49}, "LLN+Diag, blocks of 128"),
         (of("lln_diag_overlap", N=4096), {"floor_share": 0.27}, "blocks of 128 that overlap"),
         (of("near_far", N=512, D=64), {"ms_p50": 0.7}, "near and far"),
+        (of("recommended", N=512), {"ms_p50": 0.7}, "the recommended setting"),
         (of("near_far_overlap", N=512), {"ms_p50": 0.7}, "near and far"),
         (of("causal", N=4096, D=64), {"ms_p50": 1.31}, "causal LLN, fwd+bwd"),
         (of("causal", N=16_384), {"ms_p50": 0.66}, "causal LLN, fwd+bwd"),
