@@ -167,9 +167,6 @@ def _by_blocks(v: Tensor, weight: Tensor, before: int) -> Tensor:
 
 def band(weight: Float[Tensor, "H K"], block: int) -> Float[Tensor, "H block around"]:
     """[H, i, j] = w[H, j − i], zero outside the filter."""
-    taps = weight.shape[1]
-    row = torch.arange(block, device=weight.device)[:, None]
-    column = torch.arange(block + taps - 1, device=weight.device)
-    place = torch.arange(taps, device=weight.device)[:, None, None]
-    ones = (column - row == place).to(weight.dtype)  # [K, block, around]: exact in any dtype
-    return (weight @ ones.flatten(1)).unflatten(1, ones.shape[1:])
+    around = block + weight.shape[1] - 1
+    rows = F.pad(weight, (0, block))[:, None].expand(-1, block, -1)  # each one longer than a row
+    return rows.flatten(1)[:, : block * around].unflatten(1, (block, around))  # so each moves on

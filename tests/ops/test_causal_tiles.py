@@ -64,13 +64,13 @@ def test_both_ways_equal_the_definition(way, masked):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("elements", [1, 8000])
+@pytest.mark.parametrize("elements", [1, 1100])
 def test_segments_carry_what_came_before(way, masked, elements, monkeypatch):
     """Long inputs are cut into segments of tiles; here so small that each has one or few."""
     monkeypatch.setattr(
         sys.modules["lln.ops.eager.triangle.segments"], "SEGMENT_ELEMENTS", elements
     )
-    assert len(segments(torch.zeros(6, 230, 8), 64)) == (4 if elements == 1 else 2)
+    assert len(segments(torch.zeros(2, 3, 230, 8), 64)) == (4 if elements == 1 else 2)
     options = {"key_mask": torch.rand(2, 230) > 0.3} if masked else {}
     oracle, got = exact_and_got(tensors(230), **options)
     for name, value in oracle.items():

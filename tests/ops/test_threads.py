@@ -23,22 +23,33 @@ FORMS = {
         "is_causal": True,
     },
 }  # fmt: skip
+# Elements of one head that a loop over tokens takes at once: here so few that each takes turns.
+LOOPS = {
+    "features.CHUNK_ELEMENTS": 128 * 16,
+    "triangle.segments.SEGMENT_ELEMENTS": 128 * 16,
+    "block_diagonal._GROUP_ELEMENTS": 64 * 16,
+    "joint.near._GROUP_ELEMENTS": 64 * 32,
+    "joint.far._GROUP_ELEMENTS": 64 * 16,
+}
 
 
 @pytest.fixture(autouse=True)
 def small_tasks(monkeypatch):
     """Several tasks and two threads, even for the small tensors of a test."""
-    monkeypatch.setattr(threads, "TASK_ELEMENTS", 1 << 11)
+    monkeypatch.setattr(threads, "LEAST_ELEMENTS", 1 << 11)
+    monkeypatch.setattr(threads, "START", 1 << 10)
+    threads._steps.cache_clear()
     before = torch.get_num_threads()
     yield torch.set_num_threads(2)
     torch.set_num_threads(before)
+    threads._steps.cache_clear()
 
 
-def _inputs(dtype=torch.float32):
+def _inputs(dtype=torch.float32, tokens=70):
     generator = torch.Generator().manual_seed(5)
-    shapes = (3, 6, 70, 16), (3, 2, 70, 16), (3, 2, 70, 16)
+    shapes = (3, 6, tokens, 16), (3, 2, tokens, 16), (3, 2, tokens, 16)
     q, k, v = (torch.randn(s, generator=generator, dtype=dtype) for s in shapes)
-    mask = torch.rand(3, 70, generator=generator) > 0.2
+    mask = torch.rand(3, tokens, generator=generator) > 0.2
     return [x.requires_grad_() for x in (q, k, v)], mask
 
 
@@ -48,12 +59,20 @@ def _run(form, tensors, mask, **options):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_numbers_do_not_depend_on_the_number_of_threads(form):
-    tensors, mask = _inputs()
-    on_two = _run(form, tensors, mask)
-    torch.set_num_threads(1)
-    for mine, alone in zip(on_two, _run(form, tensors, mask), strict=True):
-        assert torch.equal(mine, alone)
+def test_the_numbers_do_not_depend_on_the_number_of_threads(form, monkeypatch):
+    """Heads are cut otherwise for every number of threads, the loops over tokens are not."""
+    for name, size in LOOPS.items():
+        module, constant = name.rsplit(".", 1)
+        monkeypatch.setattr(sys.modules[f"lln.ops.eager.{module}"], constant, size)
+    tensors, mask = _inputs(tokens=300)
+    found, cuts = [], []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        cuts.append(len(threads._cuts(tensors)))
+        found.append(_run(form, tensors, mask))
+    assert cuts == [1, 6, 3]
+    for other in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(found[0], other, strict=True))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -78,7 +97,7 @@ def test_dropout_falls_on_the_heads_it_was_drawn_for():
         out = eager.lln_diag(q, k, v, **options)
         return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
 
-    cut, threads.TASK_ELEMENTS = run(), 1 << 30
+    cut, threads.LEAST_ELEMENTS = run(), 1 << 30
     for apart, together in zip(cut, run(), strict=True):
         assert relative_error(apart, together) < 1e-6
 
@@ -87,15 +106,28 @@ def test_work_is_cut_into_whole_samples_or_heads_of_one():
     def cuts(*shape, keys=None):
         return threads._cuts([torch.empty(shape), torch.empty(keys or shape)])
 
-    assert cuts(4, 2, 8, 8) == [(slice(0, 16), slice(0, 2))]  # 512 elements in all: one task
-    assert cuts(40, 2, 8, 8) == [(slice(b, b + 16), slice(0, 2)) for b in (0, 16, 32)]
-    assert cuts(1, 6, 64, 16, keys=(1, 3, 64, 16)) == [
-        (slice(0, 1), slice(h, h + 1)) for h in range(3)  # two heads read one key head
-    ]  # fmt: skip
-    assert cuts(2, 4, 64, 16) == [
-        (slice(b, b + 1), slice(h, h + 2)) for b in range(2) for h in (0, 2)
+    assert cuts(4, 2, 8, 8) == []  # 512 elements in all: not worth a task
+    assert cuts(64, 2, 8, 8) == [(slice(b, b + 32), slice(0, 2)) for b in (0, 32)]
+    assert cuts(1, 8, 64, 16, keys=(1, 4, 64, 16)) == [
+        (slice(0, 1), slice(h, h + 2))
+        for h in (0, 2)  # of keys; two heads read each
+    ]
+    assert cuts(3, 4, 128, 16) == [  # three samples would keep one of two threads waiting
+        (slice(b, b + 1), slice(h, h + 2)) for b in range(3) for h in (0, 2)
     ]
     assert len(cuts(0, 4, 64, 16)) < 2 and len(cuts(2, 0, 64, 16)) < 2
+
+
+def test_a_task_has_heads_in_hand_that_a_cache_holds(monkeypatch):
+    """However many samples there are, and on one thread, too."""
+    monkeypatch.setattr(threads, "MOST_ELEMENTS", 1 << 13)
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        cuts = threads._cuts([torch.empty(40, 6, 64, 16)])
+        heads = [(b.stop - b.start) * (h.stop - h.start) for b, h in cuts]
+        assert max(heads) * 64 * 16 <= 1 << 13 and min(heads) * 64 * 16 >= 1 << 11
+        seen = {(b, h) for bs, hs in cuts for b in range(bs.start, bs.stop) for h in range(6)[hs]}
+        assert len(seen & {(b, h) for b in range(40) for h in range(6)}) == 240
 
 
 def test_threads_follow_the_modes_of_the_thread_that_asks():
@@ -150,7 +182,7 @@ def test_many_threads_may_ask_at_once():
 FORKED = """
 import os, torch, lln
 from lln.ops.eager import threads
-threads.TASK_ELEMENTS = 1 << 10
+threads.LEAST_ELEMENTS = 1 << 10
 torch.set_num_threads(2)
 q = torch.ones(2, 4, 32, 16)
 lln.attention(q, q, q, alpha=1.0, beta=1.0)

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lln.ops.eager.features import times_transposed
+from lln.ops.eager.features import fitting, times_transposed
 from lln.ops.eager.threads import over_heads
 from lln.ops.registration import register, without_autocast
 from lln.protocols import compute_dtype
 
-# Probabilities held at once: 8 MB in float32, about a cache; a GPU wants few large launches.
-_GROUP_ELEMENTS, _GROUP_ELEMENTS_OF_A_GPU = 1 << 21, 1 << 26
+# Probabilities held at once: of one head on a CPU; of all on a GPU, which wants few large launches.
+_GROUP_ELEMENTS, _GROUP_ELEMENTS_OF_A_GPU = 1 << 18, 1 << 26
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,7 @@ def _windows(q: Tensor, k: Tensor, block: int) -> Iterator[_Window]:
     """Groups of blocks that hold a query and a key, of bounded size."""
     queries, keys = q.shape[2], k.shape[2]
     first = max(keys - queries, 0)  # position of the first query that has a block
-    elements = _GROUP_ELEMENTS if q.device.type == "cpu" else _GROUP_ELEMENTS_OF_A_GPU
-    blocks = max(1, elements // max(1, q.shape[0] * q.shape[1] * block * block))
+    blocks = fitting(q, block * block, _GROUP_ELEMENTS, _GROUP_ELEMENTS_OF_A_GPU)
     start = first // block * block
     while start < keys:
         stop = min(start + blocks * block, keys)

@@ -61,7 +61,7 @@ def _causal(
     if q.shape[0] * q.shape[1] == 0:  # no rows at all: there is nothing to cut into tiles
         return out, row_mass
     state = inputs.expand(log_mass), inputs.expand(mean)
-    for part in segments(q.flatten(0, 1), inputs.tile):
+    for part in segments(q, inputs.tile):
         values, masses, *state = _forward_segment(inputs, part, *state)
         out[:, :, part] = values.unflatten(0, q.shape[:2])
         row_mass[:, :, part] = masses.unflatten(0, q.shape[:2])

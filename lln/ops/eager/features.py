@@ -12,24 +12,33 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Elements of a chunk of features: on a CPU about 2 MB in float32, the size of a core's second-level
-# cache; elsewhere as many as make the launch of an operation cheap beside its work.
-CHUNK_ELEMENTS = 1 << 19
+# Elements of a chunk of features: on a CPU those of one head, whatever other heads are computed
+# beside it; on a GPU those of all, as many as make a launch cheap beside its work.
+CHUNK_ELEMENTS = 1 << 17
 CHUNK_ELEMENTS_OF_A_GPU = 1 << 25
-LONGEST_CHUNK = 4096  # tokens, on a CPU
 
 
 def chunks(x: Tensor, multiple: int = 128) -> Iterator[slice]:
-    """Consecutive slices over the tokens of ``x [B, H, N, D]``, each about a cache in size."""
+    """Consecutive slices over the tokens of ``x [B, H, N, D]``."""
     length = x.shape[2]
-    per_token = max(1, x.shape[0] * x.shape[1] * x.shape[3])
-    on_cpu = x.device.type == "cpu"
-    tokens = (CHUNK_ELEMENTS if on_cpu else CHUNK_ELEMENTS_OF_A_GPU) // per_token
-    if on_cpu:
-        tokens = min(tokens, LONGEST_CHUNK)
-    size = max(1, tokens // multiple) * multiple
+    size = fitting(x, x.shape[3] * multiple, CHUNK_ELEMENTS, CHUNK_ELEMENTS_OF_A_GPU) * multiple
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
+
+
+def fitting(x: Tensor, per_step: int, on_cpu: int, on_gpu: int) -> int:
+    """How many steps of a loop over tokens are taken at once, at least one.
+
+    Args:
+        x: ``[B, H, ...]``, which says where and for how many heads.
+        per_step: Elements of one step of one head.
+        on_cpu: As many elements of one head may be in hand on a CPU, where the cut of heads
+            (:mod:`lln.ops.eager.threads`) then changes no number.
+        on_gpu: As many of all heads elsewhere.
+    """
+    if x.device.type == "cpu":
+        return max(1, on_cpu // max(1, per_step))
+    return max(1, on_gpu // max(1, x.shape[0] * x.shape[1] * per_step))
 
 
 class Scratch:

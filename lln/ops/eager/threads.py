@@ -2,8 +2,9 @@
 
 Inside a loop over chunks every operation of torch is a parallel region of its own, at whose end the
 threads wait for each other: on a machine with other work, for one that is not running. Heads do not
-need each other, so each task here computes a few of them to the end on one thread. The cut follows
-from shapes alone: the numbers do not depend on how many threads there are.
+need each other, so each task here computes a few of them to the end on one thread. Loops over
+tokens go by the size of one head: the numbers do not depend on how heads are cut, nor on threads
+(but for outliers among causal keys, where a task is careful with all of its heads or with none).
 """
 
 from __future__ import annotations
@@ -13,13 +14,19 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Elements of the largest tensor per task: with fewer, Python costs more than it saves.
-TASK_ELEMENTS = 1 << 17
+from lln.ops.eager.features import CHUNK_ELEMENTS
+
+# Elements of a task's largest tensor: with fewer, Python, which one thread runs at a time, costs
+# more than is saved. A task takes as long as START of them even before its work begins.
+LEAST_ELEMENTS, START = 1 << 17, 1 << 16
+# Elements that a task has in hand at once, all its heads together: about a cache.
+MOST_ELEMENTS = 1 << 20
 
 Cut = tuple[slice, slice]  # of samples and of key heads
 
@@ -60,15 +67,29 @@ def _cuts(tensors: Sequence[Tensor]) -> list[Cut]:
         return []
     samples, heads = tensors[0].shape[0], min(x.shape[1] for x in tensors)
     per_head = max(x.numel() for x in tensors) // max(samples * heads, 1)
-    together = max(1, TASK_ELEMENTS // max(per_head, 1))  # heads
-    if together >= heads:
-        whole = slice(0, heads)
-        step = together // max(heads, 1) if heads else max(samples, 1)
-        return [(slice(b, b + step), whole) for b in range(0, samples, step)]
-    # as even as can be
-    step = math.ceil(heads / math.ceil(heads / together))
-    starts = range(0, heads, step)
-    return [(slice(b, b + 1), slice(h, h + step)) for b in range(samples) for h in starts]
+    if samples * heads * per_head < 2 * LEAST_ELEMENTS:
+        return []
+    some, few = _steps(samples, heads, per_head, torch.get_num_threads())
+    starts = range(0, heads, few)
+    return [
+        (slice(b, b + some), slice(h, h + few)) for b in range(0, samples, some) for h in starts
+    ]
+
+
+@lru_cache(maxsize=1024)
+def _steps(samples: int, heads: int, per_head: int, threads: int) -> tuple[int, int]:
+    """How many samples, and how many heads of each, make a task: the quickest on these threads."""
+    in_hand = min(per_head, CHUNK_ELEMENTS)
+
+    def time(step: tuple[int, int]) -> tuple[bool, int, int]:
+        work = step[0] * step[1] * per_head
+        tasks = math.ceil(samples / step[0]) * math.ceil(heads / step[1])
+        fits = step[0] * step[1] * in_hand <= MOST_ELEMENTS
+        worth = work >= LEAST_ELEMENTS or step == (samples, heads)
+        return not (fits and worth), math.ceil(tasks / threads) * (work + START), tasks
+
+    whole = [(some, heads) for some in range(1, samples + 1)]
+    return min(whole + [(1, few) for few in range(1, heads)], key=time)
 
 
 def _piece(x: Any, cut: Cut, heads: int) -> Any:

@@ -21,6 +21,7 @@ from torch import Tensor
 from lln.ops.eager.features import (
     Scratch,
     finite_or_zero,
+    fitting,
     key_features,
     key_gradients,
     times_transposed,
@@ -32,8 +33,8 @@ from lln.ops.eager.triangle.segments import prefix_states
 from lln.ops.registration import register, without_autocast
 from lln.protocols import compute_dtype
 
-# Slot weights held at once, as in the other loops of this folder.
-_GROUP_ELEMENTS, _GROUP_ELEMENTS_OF_A_GPU = 1 << 20, 1 << 26
+# Slot weights held at once: of one head on a CPU, of all on a GPU.
+_GROUP_ELEMENTS, _GROUP_ELEMENTS_OF_A_GPU = 1 << 17, 1 << 26
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,7 @@ def _by_head(x: Tensor, batch: int) -> Tensor:
 
 def _groups(q: Tensor) -> Iterator[slice]:
     """Groups of the blocks of ``q [B, H, T, C, D]`` of bounded size."""
-    elements = _GROUP_ELEMENTS if q.device.type == "cpu" else _GROUP_ELEMENTS_OF_A_GPU
-    size = max(1, elements // max(1, q[:, :, :1].numel()))
+    size = fitting(q, q.shape[3] * q.shape[4], _GROUP_ELEMENTS, _GROUP_ELEMENTS_OF_A_GPU)
     for start in range(0, q.shape[2], size):
         yield slice(start, min(start + size, q.shape[2]))
 

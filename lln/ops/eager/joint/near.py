@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lln.ops.eager.features import finite_or_zero, times_transposed
+from lln.ops.eager.features import finite_or_zero, fitting, times_transposed
 from lln.ops.eager.threads import over_heads
 from lln.ops.registration import register, without_autocast
 from lln.protocols import compute_dtype
 
-# Probabilities held at once: 8 MB in float32, about a cache; a GPU wants few large launches.
-_GROUP_ELEMENTS, _GROUP_ELEMENTS_OF_A_GPU = 1 << 21, 1 << 26
+# Probabilities held at once: of one head on a CPU; of all on a GPU, which wants few large launches.
+_GROUP_ELEMENTS, _GROUP_ELEMENTS_OF_A_GPU = 1 << 18, 1 << 26
 
 
 @dataclass(frozen=True)
@@ -153,11 +153,9 @@ class _Call:
 
     def parts(self) -> Iterator[slice]:
         """Groups of blocks of bounded size."""
-        batch, heads, count, block, _ = self.q.shape
+        count, block = self.q.shape[2:4]
         columns = self.grid.width + self.sink_k.shape[2]
-        on_cpu = self.q.device.type == "cpu"
-        elements = _GROUP_ELEMENTS if on_cpu else _GROUP_ELEMENTS_OF_A_GPU
-        size = max(1, elements // max(1, batch * heads * block * columns))
+        size = fitting(self.q, block * columns, _GROUP_ELEMENTS, _GROUP_ELEMENTS_OF_A_GPU)
         for start in range(0, count, size):
             yield slice(start, min(start + size, count))
 

@@ -170,7 +170,7 @@ def _causal_backward(
     d_alpha, d_beta = torch.zeros_like(alpha), torch.zeros_like(beta)
     if q.shape[0] * q.shape[1] == 0:
         return d_q, d_k, d_v, d_alpha, d_beta, torch.zeros_like(log_mass), torch.zeros_like(mean)
-    parts = segments(q.flatten(0, 1), inputs.tile)
+    parts = segments(q, inputs.tile)
     states = [(inputs.expand(log_mass), inputs.expand(mean))]
     for part in parts[:-1]:
         before, means = prefix_states(

@@ -9,21 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lln.ops.eager.features import finite_or_zero
+from lln.ops.eager.features import finite_or_zero, fitting
 from lln.protocols import compute_dtype
 
 TILE = 64
-# Elements of a segment, the part of the sequence that is vectorised over tiles at once.
-SEGMENT_ELEMENTS = 1 << 20
-SEGMENT_ELEMENTS_OF_A_GPU = 1 << 25  # launching costs more than memory there
+# Elements of a segment: of one head on a CPU, of all on a GPU.
+SEGMENT_ELEMENTS, SEGMENT_ELEMENTS_OF_A_GPU = 1 << 17, 1 << 25
 
 
 def segments(x: Tensor, tile: int) -> list[slice]:
-    """Slices of whole tiles over the tokens of ``x [X, N, D]``; the last may be shorter."""
-    per_tile = max(1, x.shape[0] * x.shape[2] * tile)
-    elements = SEGMENT_ELEMENTS if x.device.type == "cpu" else SEGMENT_ELEMENTS_OF_A_GPU
-    size = max(1, elements // per_tile) * tile
-    return [slice(start, min(start + size, x.shape[1])) for start in range(0, x.shape[1], size)]
+    """Slices of whole tiles over the tokens of ``x [B, H, N, D]``; the last may be shorter."""
+    length, per_tile = x.shape[2], x.shape[3] * tile
+    size = fitting(x, per_tile, SEGMENT_ELEMENTS, SEGMENT_ELEMENTS_OF_A_GPU) * tile
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def _tile_size(length: int) -> int:
