@@ -84,7 +84,7 @@ def _formula(name: str, suffix: str) -> Callable[..., int]:
             total += _blocks(given) * (5 if backward else 2) // 2
         filters = getattr(given, CONVOLUTION.get(name, ""), None)
         if filters is not None:
-            wanted = getattr(given, f"need_{CONVOLUTION[name]}", False)
+            wanted = getattr(given, f"need_{CONVOLUTION[name]}", backward)
             total += (getattr(given, "need_v", True) + wanted) * _products(
                 given.v, filters.shape[-1]
             )

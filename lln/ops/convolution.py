@@ -20,10 +20,9 @@ from torch import Tensor
 from lln.ops import triton
 from lln.ops.arguments import exported_for_any, hide
 from lln.ops.dispatch import may_launch
+from lln.ops.eager.convolution import LEAST_BLOCK, band, convolution_op
 from lln.protocols import Call
 
-LEAST_BLOCK = 32
-MOST_BYTES, PIECE_BYTES = 16 * 2**20, 8 * 2**20  # of the values, on a CPU
 MOST_TAPS = 65  # of the kernel, whose band matrices stay in registers
 
 
@@ -72,7 +71,7 @@ def convolve_tokens(
     """
     if may_launch(impl) and _kernel_takes(v, weight, onto):
         return triton.convolution(v, weight, causal=causal, onto=onto, key_mask=key_mask)
-    return add_shared(onto, convolve_by_blocks(hide(v, key_mask), weight, causal=causal))
+    return add_shared(onto, convolve_by_blocks(hide(v, key_mask), weight, causal=causal, impl=impl))
 
 
 def add_shared(onto: Tensor | None, near: Tensor) -> Tensor:
@@ -116,34 +115,29 @@ def _kernel_takes(v: Tensor, weight: Tensor, onto: Tensor | None) -> bool:
 
 
 def convolve_by_blocks(
-    v: Float[Tensor, "B H N E"], weight: Float[Tensor, "H K"], *, causal: bool = False
+    v: Float[Tensor, "B H N E"],
+    weight: Float[Tensor, "H K"],
+    *,
+    causal: bool = False,
+    impl: str | None = None,
 ) -> Float[Tensor, "B H N E"]:
-    """:func:`convolve_tokens` in plain PyTorch, on any device; on a CPU some heads at a time."""
+    """:func:`convolve_tokens` without a kernel, on any device.
+
+    Operations of torch alone, which have all derivatives, where impl="reference" asks for them, a
+    compiler looks on, or there is no CPU, which has a quicker way.
+    """
     before = weight.shape[1] - 1 if causal else weight.shape[1] // 2
     if exported_for_any(v.shape[2]):
         return _depthwise(v, weight.to(v.dtype), before)
-    heads = _heads_at_a_time(v)
-    if heads < v.shape[1]:
-        pieces = zip(v.split(heads, dim=1), weight.split(heads), strict=True)
-        return torch.cat([_by_blocks(*piece, before) for piece in pieces], dim=1)
-    return _by_blocks(v, weight, before)
+    if v.device.type != "cpu" or impl == "reference" or torch.compiler.is_compiling():
+        return _by_blocks(v, weight, before)
+    return convolution_op(v, weight.expand(len(v), -1, -1), before)
 
 
 def _depthwise(v: Tensor, weight: Tensor, before: int) -> Tensor:
     """Convolve by torch, which needs no blocks: for programs that take any length."""
     padded = F.pad(v, (0, 0, before, weight.shape[1] - 1 - before))
     return F.conv2d(padded, weight[:, None, :, None], groups=v.shape[1])
-
-
-def _heads_at_a_time(v: Tensor) -> int:
-    """All heads, unless they are so large that temporaries are returned to the system.
-
-    Such memory is zeroed each time it is taken, which takes longer than the products.
-    """
-    size = v.numel() * v.element_size()
-    if v.device.type != "cpu" or torch.compiler.is_compiling() or size <= MOST_BYTES:
-        return v.shape[1]
-    return max(1, PIECE_BYTES * v.shape[1] // size)
 
 
 def _by_blocks(v: Tensor, weight: Tensor, before: int) -> Tensor:
@@ -163,10 +157,3 @@ def _by_blocks(v: Tensor, weight: Tensor, before: int) -> Tensor:
     second = torch.bmm(next_, columns[:, : taps - 1]).unflatten(2, sizes)[..., 1:, :]
     out = (first + second).permute(2, 0, 3, 1, 4)
     return out.reshape(batch, heads, blocks * block, width)[:, :, :tokens]
-
-
-def band(weight: Float[Tensor, "H K"], block: int) -> Float[Tensor, "H block around"]:
-    """[H, i, j] = w[H, j − i], zero outside the filter."""
-    around = block + weight.shape[1] - 1
-    rows = F.pad(weight, (0, block))[:, None].expand(-1, block, -1)  # each one longer than a row
-    return rows.flatten(1)[:, : block * around].unflatten(1, (block, around))  # so each moves on

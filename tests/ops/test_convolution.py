@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from lln.ops import convolution
 from lln.ops.convolution import band, convolve_next, convolve_tokens, last_values
+from lln.ops.eager import threads
 from tests.helpers import relative_error
 
 
@@ -52,26 +54,63 @@ def test_half_precision(dtype, limit):
     assert relative_error(got, depthwise(v.double(), weight.double())) < limit
 
 
-@pytest.mark.parametrize("heads", [1, 2, 3])
-def test_some_heads_at_a_time(heads, monkeypatch):
-    v = torch.randn(2, 3, 50, 8, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(3, 9, dtype=torch.float64, requires_grad=True)
-    d_out, taken = torch.randn_like(v), []
-    whole = convolution._by_blocks(v, weight, 4)
-    expected = torch.autograd.grad(whole, (v, weight), d_out)
+def pair(tokens, taps=9, dtype=torch.float64):
+    v = torch.randn(2, 3, tokens, 8, dtype=dtype, requires_grad=True)
+    return v, torch.randn(3, taps, dtype=dtype, requires_grad=True), torch.randn_like(v)
 
-    def spy(v, weight, before):
-        taken.append(v.shape[1])
-        return by_blocks(v, weight, before)
 
-    by_blocks = convolution._by_blocks
-    monkeypatch.setattr(convolution, "_by_blocks", spy)
-    monkeypatch.setattr(convolution, "MOST_BYTES", v[:, :1].numel() * 8 * 2)
-    monkeypatch.setattr(convolution, "PIECE_BYTES", v[:, :1].numel() * 8 * heads)
-    out = convolve_tokens(v, weight)
-    assert taken == {1: [1, 1, 1], 2: [2, 1], 3: [3]}[heads]
-    torch.testing.assert_close(out, whole)
-    torch.testing.assert_close(torch.autograd.grad(out, (v, weight), d_out), expected)
+@pytest.mark.parametrize("taps", [1, 9, 33, 65])
+@pytest.mark.parametrize("tokens", [63, 64, 200])
+def test_chunks_of_tokens_see_their_neighbours(taps, tokens, monkeypatch):
+    """On a CPU tokens go through in chunks, here of one block each."""
+    monkeypatch.setattr(sys.modules["lln.ops.eager.convolution"], "CHUNK_ELEMENTS", 1)
+    v, weight, d_out = pair(tokens, taps)
+    out, exact = convolve_tokens(v, weight), depthwise(v, weight)
+    torch.testing.assert_close(out, exact)
+    got = torch.autograd.grad(out, (v, weight), d_out)
+    torch.testing.assert_close(got, torch.autograd.grad(exact, (v, weight), d_out))
+
+
+def test_numbers_do_not_depend_on_threads(monkeypatch):
+    monkeypatch.setattr(threads, "LEAST_ELEMENTS", 1 << 8)
+    before, found = torch.get_num_threads(), []
+    v, weight, d_out = pair(100, dtype=torch.float32)
+    for count in (1, 2, 3):
+        threads._steps.cache_clear()
+        torch.set_num_threads(count)
+        out = convolve_tokens(v, weight)
+        found.append((out, *torch.autograd.grad(out, (v, weight), d_out)))
+    threads._steps.cache_clear()
+    torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(*both) for both in zip(found[0], other, strict=True))
+
+
+def test_every_sample_of_a_vmap_has_its_filters():
+    v, weights = torch.randn(4, 2, 3, 50, 8), torch.randn(4, 3, 9)
+
+    def loss(weight, v):
+        return convolve_tokens(v, weight).square().sum()
+
+    expected = [torch.func.grad(loss)(weight, x) for weight, x in zip(weights, v, strict=True)]
+    got = torch.func.vmap(torch.func.grad(loss))(weights, v)
+    torch.testing.assert_close(got, torch.stack(expected))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, in jvp
+def test_the_definition_has_all_derivatives():
+    """As the error of the quick way says."""
+    v, weight, d_out = pair(40)
+
+    def along(impl):
+        return torch.func.jvp(lambda x: convolve_tokens(x, weight, impl=impl), (v,), (d_out,))[1]
+
+    torch.testing.assert_close(along("reference"), depthwise(d_out, weight))
+    with pytest.raises(NotImplementedError, match=r'forward-mode.*impl="reference"'):
+        along(None)
+    assert torch.autograd.gradgradcheck(
+        lambda *x: convolve_tokens(*x, impl="reference"), (v[:1, :, :4], weight)
+    )
 
 
 def test_nothing_gives_nothing():

@@ -1,7 +1,7 @@
 """The text that comes with the package: Tiny Shakespeare, public domain, 1.1 million characters.
 
 Demos and tests read it, so that nothing outside the installation is needed. A wheel has its first
-quarter alone, under another name, since the whole text would be a third of it.
+seventh alone, under another name, since the whole text would be a third of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def name() -> str:
 
 
 def text() -> str:
-    """Return Tiny Shakespeare, in an installed wheel its first quarter.
+    """Return Tiny Shakespeare, in an installed wheel its first seventh.
 
     Example:
         >>> text()[:14]
