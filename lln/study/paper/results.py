@@ -43,6 +43,8 @@ ORDER = (
     *("linformer", "skyformer", "polaformer", "block_diag", "lln", "lln_authors"),
     "lln_diag",
 )
+# Of these options are no part of what was published.
+PLAIN = ("softmax", "softmax_eager", "block_diag", "lln", "lln_authors", "lln_diag")
 
 # What two pre-trainings must share to be compared or averaged, beside mechanism, rate and seed.
 SETTING = (
@@ -129,6 +131,23 @@ def _words(option: str, value: Any) -> str:
     if option in WORDS and value is not False:
         return WORDS[option].format(value)
     return option if value is True else f"{option}={value}"
+
+
+def record_of(
+    records: Iterable[Mapping[str, Any]], mechanism: str, options: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """The record of a table for a mechanism with these options, if it has one."""
+    own = (row for row in records if row["mechanism"] == mechanism)
+    return next((row for row in own if dict(row["options"]) == dict(options)), None)
+
+
+def as_published(records: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Records by mechanism: LLN's and softmax without options, which are ours, others as given."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for row in records:
+        if row["mechanism"] not in PLAIN or not row["options"]:
+            found.setdefault(row["mechanism"], row)
+    return found
 
 
 def best_rates(trained: Iterable[Row]) -> dict[tuple[str, str], float | None]:

@@ -13,7 +13,7 @@ from typing import Any
 from lln.study.paper.accuracy import is_fixed
 from lln.study.paper.figures import arena as arena_figure
 from lln.study.paper.figures.loss_scale import falls, once
-from lln.study.paper.results import NAMES, Mean, Row, grouped
+from lln.study.paper.results import NAMES, Mean, Row, grouped, options
 from lln.study.paper.values import FIGURE_9_RANGE
 from lln.study.plots.canvas import Axis
 from lln.study.plots.panels import Curve, Panel
@@ -42,7 +42,10 @@ def scales_in_training(rows: Sequence[Row]) -> list[Panel]:
         and (row.get("curves") or {}).get("scales")
         and row["configuration"]["recipe"] != "deit-tiny"
     ]
-    chosen = sorted(_largest(own), key=lambda row: (row["mechanism"] != "lln_diag", row["seed"]))
+    chosen = sorted(
+        _largest(own),
+        key=lambda row: (row["mechanism"] != "lln_diag", len(options(row)), row["seed"]),
+    )
     if not chosen:
         return []
     scales = chosen[0]["curves"]["scales"]

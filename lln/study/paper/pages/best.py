@@ -8,6 +8,7 @@ from typing import Any
 
 from lln.nn import RECOMMENDED
 from lln.study.paper.pages.blocks import NOTHING_YET, markdown_table
+from lln.study.paper.results import as_published, record_of
 from lln.study.paper.tables import table as tables
 from lln.study.paper.tables.arena import AVERAGED
 from lln.study.plots.numbers import three_digits
@@ -25,15 +26,10 @@ def best(results: Path) -> str:
     return markdown_table(["", "softmax", "softmax + conv", "LLN+Diag"], lines)
 
 
-def _found(records: Sequence[Record], mechanism: str, options: Mapping[str, Any]) -> Record | None:
-    own = [row for row in records if row["mechanism"] == mechanism]
-    return next((row for row in own if dict(row["options"]) == dict(options)), None)
-
-
 def _three(records: Sequence[Record], key: str, form: str) -> list[str]:
     """Cells of the three columns, LLN+Diag with the recommended options."""
     wanted = [("softmax", {}), ("softmax", CONVOLUTION), ("lln_diag", RECOMMENDED)]
-    rows = [_found(records, *one) for one in wanted]
+    rows = [record_of(records, *one) for one in wanted]
     return ["–" if row is None else format(row[key], form) for row in rows]
 
 
@@ -41,7 +37,7 @@ def _pretraining(results: Path) -> list[list[str]]:
     made = [
         table
         for table in tables.make("pretraining", results)
-        if _found(table.records, "lln_diag", RECOMMENDED)
+        if record_of(table.records, "lln_diag", RECOMMENDED)
     ]
     widest = max((table.records[0]["configuration"]["width"] for table in made), default=0)
     lines = []
@@ -64,7 +60,8 @@ def _glue(results: Path) -> list[list[str]]:
 
 def _vision(results: Path) -> list[list[str]]:
     for table in tables.make("3", results)[:1]:
-        values = {row["mechanism"]: f"{100 * row['accuracy']:.1f}" for row in table.records}
+        plain = as_published(table.records)
+        values = {name: f"{100 * row['accuracy']:.1f}" for name, row in plain.items()}
         return _two("ViT on Dogs vs Cats, accuracy, %", values)
     return []
 
@@ -72,8 +69,8 @@ def _vision(results: Path) -> list[list[str]]:
 def _arena(results: Path) -> list[list[str]]:
     for table in tables.make("5", results)[:1]:
         values = {
-            row["mechanism"]: f"{100 * sum(row[task] for task in AVERAGED) / len(AVERAGED):.1f}"
-            for row in table.records
+            name: f"{100 * sum(row[task] for task in AVERAGED) / len(AVERAGED):.1f}"
+            for name, row in as_published(table.records).items()
             if all(row.get(task) is not None for task in AVERAGED)
         }
         return _two(f"Long Range Arena, average of {len(AVERAGED)} tasks, %", values)

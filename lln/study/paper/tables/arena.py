@@ -8,12 +8,12 @@ from typing import Any
 from lln.study.page import Table
 from lln.study.paper.accuracy import TESTED, at_best_rate, rate, rates_tried
 from lln.study.paper.results import (
+    PLAIN,
     Mean,
     Row,
     grouped,
     in_paper_order,
     mechanism,
-    options,
     origin,
     origin_text,
 )
@@ -80,7 +80,7 @@ def _table(by_task: dict[str, list[Row]]) -> Table:
 
 def shown(row: Row) -> str:
     """The mechanism; options that belong to the published setting are not named."""
-    if row["mechanism"] in ("lln", "lln_authors", "lln_diag"):
+    if row["mechanism"] in PLAIN:
         return mechanism(row)
     return mechanism({**row, "configuration": {**row["configuration"], "options": {}}})
 
@@ -157,7 +157,7 @@ def _record(name: str, best: dict[str, list[Row]], means: dict[str, Mean | None]
     return {
         "mechanism": first["mechanism"],
         "name": name,
-        "options": options(first),
+        "options": first["configuration"].get("options") or {},
         **{task: None if mean is None else mean.value for task, mean in means.items()},
         "standard_errors": {
             task: None if mean is None else mean.error for task, mean in means.items()
