@@ -7,7 +7,8 @@ with before = K/2, or K − 1 where a token may look at itself and those before 
 A block of the output is the product of a band matrix [block, block + K − 1], the same for all
 blocks of a head, and the values around the block: linear in N, what matrix units are made for, and
 with gradients that are the same on every run. On a CUDA device one kernel does the same without
-copies of the values (``lln.ops.triton.convolution``).
+copies of the values (``lln.ops.triton.convolution``), on a CPU an operator whose heads are on
+threads (``lln.ops.eager.convolution``).
 """
 
 from __future__ import annotations

@@ -10,10 +10,12 @@ given for every sample, ``[B, H, K]``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from lln.ops.eager.features import CHUNK_ELEMENTS, CHUNK_ELEMENTS_OF_A_GPU, Scratch, fitting
+from lln.ops.eager.features import Scratch, chunks
 from lln.ops.eager.threads import over_heads
 from lln.ops.registration import register, without_autocast
 
@@ -33,12 +35,13 @@ class _Windows:
 
     def __init__(self, v: Tensor, before: int, taps: int) -> None:
         self.v, self.before, self.taps = v, before, taps
-        self.block = max(LEAST_BLOCK, 1 << (taps - 2).bit_length() if taps > 1 else 1)
-        per_block = v.shape[3] * self.block
-        most = fitting(v, per_block, CHUNK_ELEMENTS, CHUNK_ELEMENTS_OF_A_GPU) * self.block
-        tokens = v.shape[2]
-        self.parts = [slice(at, min(at + most, tokens)) for at in range(0, tokens, most)]
+        # a power of two, no shorter than what stands around it
+        self.block = max(LEAST_BLOCK, 1 << max(taps - 2, 0).bit_length())
         self._scratch = Scratch(v, v.dtype)
+
+    def parts(self) -> Iterator[slice]:
+        """The chunks, of whole blocks but for the last."""
+        return chunks(self.v, multiple=self.block)
 
     def around(self, part: slice) -> Tensor:
         """``[B, H, T, block + K − 1, E]``, a view; zero where nothing stands."""
@@ -58,7 +61,7 @@ def _convolve(v: Tensor, weight: Tensor, before: int) -> Tensor:
     windows, out = _Windows(v, before, weight.shape[2]), torch.empty_like(v)
     bands = band(weight.flatten(0, 1).to(v.dtype), windows.block)
     bands = bands.unflatten(0, weight.shape[:2])[:, :, None]
-    for part in windows.parts:
+    for part in windows.parts():
         found = torch.matmul(bands, windows.around(part)).flatten(2, 3)
         out[:, :, part] = found[:, :, : part.stop - part.start]
     return out
@@ -70,7 +73,7 @@ def _convolution_backward(
     taps = weight.shape[2]
     windows, d_weight = _Windows(v, before, taps), torch.zeros_like(weight)
     block, around = windows.block, windows.block + taps - 1
-    for part in windows.parts:
+    for part in windows.parts():
         near = windows.around(part)  # [B, H, T, around, E]
         gradient = d_out[:, :, part]
         missing = near.shape[2] * block - gradient.shape[2]
