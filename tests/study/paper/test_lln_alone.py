@@ -57,6 +57,19 @@ def test_every_run_without_a_row_is_missing_and_no_other(tmp_path):
     assert lln_alone.missing(tmp_path).startswith("Nothing: every run")
 
 
+def test_a_run_of_the_sweep_with_a_row_is_shown_with_its_loss(tmp_path):
+    about = {"device": "GPU", "torch": "2", "commit": "abc", "date": "2026-01-01"}
+    others = {"tokens": 250_000_000, "diverged": False, **about}
+    fewer = row(attention="lln", steps=61200, batch_size=8, warmup=2000)
+    write(tmp_path, [row() | others])
+    assert lln_alone.varied(tmp_path) == NOTHING_YET
+    write(tmp_path, [row() | others, fewer | others | {"loss": 6.25}])
+    said = lln_alone.varied(tmp_path)
+    assert "| LLN | batch_size = 8, steps = 61200, warmup = 2000 | 6.25 |" in said
+    assert said.count("| LLN |") == 1
+    assert "steps = 61200" in lln_alone.missing(tmp_path)  # softmax beside it
+
+
 def test_the_study_compares_with_softmax_of_the_same_heads(tmp_path):
     folder = tmp_path / lln_alone.SMALL
     folder.mkdir()

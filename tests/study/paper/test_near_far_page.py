@@ -86,6 +86,18 @@ def test_the_screen_tells_the_plain_average_from_the_learned_mix(tmp_path):
     ]
 
 
+def test_the_screen_keeps_a_run_with_another_option_apart(tmp_path):
+    folder = tmp_path / "near_far"
+    folder.mkdir()
+    wide = {"mechanism": "lln_nearfar", "diag_block": near_far.WIDE}
+    write(folder, "mlm", [pretraining(4.0, **wide), pretraining(3.0, statistics="fixed", **wide)])
+    lines = near_far.screen(tmp_path).splitlines()[2:-2]
+    assert lines == [
+        "| one normaliser, far = others | block of 256 | 4.00 |",
+        "| one normaliser, far = others, statistics = fixed | block of 256 | 3.00 |",
+    ]
+
+
 @pytest.mark.parametrize("page", [claims, best])
 def test_a_fine_tuning_of_one_task_takes_nothing_from_the_others(page, tmp_path):
     for name in ("mlm", "glue"):

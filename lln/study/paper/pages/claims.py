@@ -249,9 +249,15 @@ def _arena_steps(results: Path) -> Iterator[list[str]]:
                 best = min(rivals, key=lambda word: rivals[word])
                 numbers = f"{three_digits(value)} against {three_digits(rivals[best])} ({best})"
                 words = f"a step on {NAMES[task]}, {unit}: LLN+Diag – the least of the others"
-                ratio = f"{rivals[best] / value:.2f}× less"
-                lines[task] = [words, numbers, ratio, f"one run; {FAIR if fair else UNFAIR}"]
+                lines[task] = [
+                    *(words, numbers, _times(rivals[best] / value)),
+                    f"one run; {FAIR if fair else UNFAIR}",
+                ]
         yield from lines.values()
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}× less" if ratio >= 1 else f"{1 / ratio:.2f}× more"
 
 
 def _compiled(records: Sequence[Record], task: str) -> bool:

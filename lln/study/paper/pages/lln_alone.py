@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -263,38 +264,72 @@ def _scale(rows: Sequence[Row]) -> str:
     )
 
 
+def varied(results: Path) -> str:
+    """The runs of sweeps/lln_alone.json that have a row."""
+    found = [(asked, row) for asked, row in _asked(results) if row is not None]
+    if not found:
+        return NOTHING_YET
+    lines = [
+        [asked.name, asked.others, "diverged" if row["diverged"] else f"{row['loss']:.2f}"]
+        for asked, row in found
+    ]
+    rows = [row for _, row in found]
+    words = f"{rows[0]['tokens'] / 1e6:.0f}M tokens each, one seed. ({origin_text(rows)})"
+    table = markdown_table(["run", "other than in the table above", "loss"], lines)
+    return f"{table}\n\n{words}"
+
+
 def missing(results: Path) -> str:
     """The runs of sweeps/lln_alone.json without a row, and what each costs at least."""
+    asked = _asked(results)
+    seconds = least_seconds(read(results, "mlm"), "mlm", PRETRAINING)
+    if seconds is None or not asked:
+        return NOTHING_YET
+    minutes = f"{seconds / 60:.0f}"
+    lines = [[run.name, run.others, minutes] for run, row in asked if row is None]
+    if not lines:
+        return "Nothing: every run of `sweeps/lln_alone.json` has its row."
+    lines.append(["together", "", f"{len(lines) * seconds / 60:.0f}"])
+    return markdown_table(["run", "other than in the table above", "GPU minutes, at least"], lines)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A run that a sweep asks for: its mechanism, and what else is not as usual, for people."""
+
+    name: str
+    others: str
+
+
+def _asked(results: Path) -> list[tuple[Asked, Row | None]]:
+    """The runs of sweeps/lln_alone.json with their rows; none before there is softmax beside."""
     rows = read(results, "mlm")
-    seconds = least_seconds(rows, "mlm", PRETRAINING)
     plain = [
         row
         for row in rows
         if row["mechanism"] == "softmax"
         and _agrees(row, {**LARGE, "options": {}, "positions": "sinusoid"})
     ]
-    if seconds is None or not plain:
-        return NOTHING_YET
+    if not plain:
+        return []
     content = json.loads((sweeps() / "lln_alone.json").read_text(encoding="utf-8"))
-    asked = [{**content["base"], **entry} for entry in content["runs"]]
-    varied = {name for spec in asked for name in spec} - MANNER
-    usual = {name: plain[0]["configuration"].get(name) for name in varied}
-    lines = []
-    for entry, spec in zip(content["runs"], asked, strict=True):
-        told = {name: value for name, value in spec.items() if name in varied}
+    specs = [{**content["base"], **entry} for entry in content["runs"]]
+    names = {name for spec in specs for name in spec} - MANNER
+    usual = {name: plain[0]["configuration"].get(name) for name in names}
+    found = []
+    for entry, spec in zip(content["runs"], specs, strict=True):
+        told = {name: value for name, value in spec.items() if name in names}
         wanted = {**usual, "options": {}, **told}
-        if not any(_agrees(row, wanted) for row in rows):
-            named = {"mechanism": entry["attention"], "configuration": entry}
-            others = [
-                f"{name} = {value}"
-                for name, value in entry.items()
-                if name not in ("attention", "options", *MANNER)
-            ]
-            lines.append([mechanism(named), ", ".join(others), f"{seconds / 60:.0f}"])
-    if not lines:
-        return "Nothing: every run of `sweeps/lln_alone.json` has its row."
-    lines.append(["together", "", f"{len(lines) * seconds / 60:.0f}"])
-    return markdown_table(["run", "other than in the table above", "GPU minutes, at least"], lines)
+        others = [
+            f"{name} = {value}"
+            for name, value in entry.items()
+            if name not in ("attention", "options", *MANNER)
+        ]
+        run = Asked(
+            mechanism({"mechanism": entry["attention"], "configuration": entry}), ", ".join(others)
+        )
+        found.append((run, next((row for row in rows if _agrees(row, wanted)), None)))
+    return found
 
 
 def figure(results: Path) -> list[Panel]:
@@ -354,6 +389,7 @@ BLOCKS: Blocks = {
     "lln_alone_large": large,
     "lln_alone_known": known,
     "lln_alone_screen": screen,
+    "lln_alone_varied": varied,
     "lln_alone_small": small,
     "lln_alone_missing": missing,
 }

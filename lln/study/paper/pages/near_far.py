@@ -22,6 +22,8 @@ Row = dict[str, Any]
 WIDE = 256  # the block that the screen chose
 LONG = ("roberta-small", 15300, 512)  # recipe, updates and tokens of the long runs
 COMPARED = ("softmax", "lln_diag", "lln_nearfar")
+# options that the table has words for; runs that differ in others are lines of their own
+SAID = frozenset({"diag_block", "diag_overlap", "mix", "method", "far", "feature_map", "slots"})
 SETTLED = 500  # updates after which a large gradient is no start
 COLLAPSED = 1.0  # nats above its own best at the end: what was learned is gone
 
@@ -216,8 +218,11 @@ def _form(mechanism: str, options: dict[str, Any]) -> tuple[str, str]:
     if mechanism == "lln_diag":
         slots = options.get("slots")
         mix = "learned mix" if options.get("mix") == "learned" else "plain average"
-        return mix + (f", {slots} learned slots" if slots else ""), reach
-    return f"one normaliser, far = {options.get('far', 'others')}", reach
+        form = mix + (f", {slots} learned slots" if slots else "")
+    else:
+        form = f"one normaliser, far = {options.get('far', 'others')}"
+    others = [f"{key} = {value}" for key, value in options.items() if key not in SAID]
+    return ", ".join([form, *others]), reach
 
 
 def _order(entry: tuple[str, str]) -> tuple[int, list[int], str, str]:
