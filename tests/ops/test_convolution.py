@@ -72,6 +72,7 @@ def test_chunks_of_tokens_see_their_neighbours(taps, tokens, monkeypatch):
 
 
 def test_numbers_do_not_depend_on_threads(monkeypatch):
+    monkeypatch.setattr(threads, "SHARED_ELEMENTS", 1 << 8)
     monkeypatch.setattr(threads, "LEAST_ELEMENTS", 1 << 8)
     before, found = torch.get_num_threads(), []
     v, weight, d_out = pair(100, dtype=torch.float32)

@@ -25,6 +25,9 @@ from lln.ops.eager.features import CHUNK_ELEMENTS
 # Elements of a task's largest tensor: with fewer, Python, which one thread runs at a time, costs
 # more than is saved. A task takes as long as START of them even before its work begins.
 LEAST_ELEMENTS, START = 1 << 17, 1 << 16
+# Below this a call is left to torch, which hardly shares so few among threads. Above it one thread
+# takes longer, by a third at most; but beside other work torch's would wait, for tenths of seconds.
+SHARED_ELEMENTS = 1 << 16
 # Elements that a task has in hand at once, all its heads together: about a cache.
 MOST_ELEMENTS = 1 << 20
 
@@ -43,7 +46,7 @@ def over_heads(compute: Callable[..., Any], shapes: Callable[..., Any]) -> Calla
 
     def computed(*args: Any) -> Any:
         cuts = _cuts([x for x in args if isinstance(x, Tensor) and x.is_floating_point()])
-        if len(cuts) < 2:
+        if not cuts:
             return compute(*args)
         made = shapes(*args)
         results = made if isinstance(made, tuple) else (made,)
@@ -62,14 +65,22 @@ def over_heads(compute: Callable[..., Any], shapes: Callable[..., Any]) -> Calla
 
 
 def _cuts(tensors: Sequence[Tensor]) -> list[Cut]:
-    """Samples and key heads of each task: whole samples if they are small, else heads of one."""
+    """Samples and key heads of each task: whole samples if they are small, else heads of one.
+
+    None if the call is left to torch as it is.
+    """
     if not tensors or tensors[0].device.type != "cpu":
         return []
     samples, heads = tensors[0].shape[0], min(x.shape[1] for x in tensors)
     per_head = max(x.numel() for x in tensors) // max(samples * heads, 1)
-    if samples * heads * per_head < 2 * LEAST_ELEMENTS:
+    elements, threads = samples * heads * per_head, torch.get_num_threads()
+    if elements < SHARED_ELEMENTS:
         return []
-    some, few = _steps(samples, heads, per_head, torch.get_num_threads())
+    some, few = samples, heads
+    if elements >= 2 * LEAST_ELEMENTS:
+        some, few = _steps(samples, heads, per_head, threads)
+    if threads == 1 and (some, few) == (samples, heads):
+        return []  # which is just the same
     starts = range(0, heads, few)
     return [
         (slice(b, b + some), slice(h, h + few)) for b in range(0, samples, some) for h in starts
