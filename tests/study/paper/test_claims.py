@@ -81,13 +81,14 @@ def test_a_fair_step_is_claimed_where_there_is_one(tmp_path):
     def steps(task, ours, theirs, **options):
         return [timed("lln_diag", task, ours), timed("performer", task, theirs, options=options)]
 
-    plain = [*steps("text", 4.0, 8.0), *steps("image", 5.0, 9.0)]
+    plain = [*steps("text", 4.0, 8.0), *steps("pathfinder", 5.0, 4.0), *steps("image", 5.0, 9.0)]
     for row in plain:
         row["configuration"]["compile"], row["digest"] = False, f"{row['digest']} plain"
     write(tmp_path, [*steps("text", 3.0, 3.3, half_products=True), *plain])
     said = [line for line in claims(tmp_path).splitlines() if ", ms: LLN+Diag" in line]
     assert [line.split(" | ")[1:] for line in said] == [
         ["3 against 3.3 (performer)", "1.10× less", "one run; all compiled, products in bf16 |"],
+        ["5 against 4 (performer)", "1.25× more", "one run; the others but softmax in float32 |"],
         ["5 against 9 (performer)", "1.80× less", "one run; the others but softmax in float32 |"],
     ]
 
