@@ -203,6 +203,17 @@ def test_windows_that_keep_softmax_stay_windows():
     lln.hf.replace(model, "lln", layers="global", quiet=True, **CONSTANTS)
     ids = texts()
     close(run(model, **pack(ids)), one_by_one(model, ids))
+    close(run(model, input_ids=torch.cat(ids, 1), **lengths_of(ids)), one_by_one(model, ids))
+
+
+def test_windows_of_eager_attention_stay_windows():
+    """Its masks are added to the scores."""
+    model = sliding(["full_attention", "sliding_attention"])
+    model.set_attn_implementation("eager")
+    lln.hf.replace(model, "lln", layers="global", quiet=True, **CONSTANTS)
+    ids = texts()
+    close(run(model, **pack(ids)), one_by_one(model, ids))
+    close(run(model, input_ids=torch.cat(ids, 1), **lengths_of(ids)), one_by_one(model, ids))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -211,6 +222,7 @@ def test_windows_of_an_encoder_stay_windows():
     lln.hf.replace(model, "lln_diag", layers="global", quiet=True, diag_block=4)
     ids = texts((20, 9, 26))
     close(run(model, **pack(ids)), one_by_one(model, ids))
+    close(run(model, **pack(ids), **lengths_of(ids)), one_by_one(model, ids))
 
 
 def test_an_encoder_chosen_by_name_reads_lengths():
