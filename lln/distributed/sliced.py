@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lln.distributed.agreement import agreed
 from lln.distributed.exchange import Exchange, taking_part
 from lln.distributed.scales import measured_scales
 from lln.distributed.windows import Reach, attend_far, attend_near
@@ -30,7 +31,7 @@ from lln.ops.eager.joint.near_far import combine
 from lln.ops.eager.parts import blend
 from lln.ops.local import Local, read_local, read_mix
 from lln.ops.state import State
-from lln.protocols import Call
+from lln.protocols import Call, compute_dtype
 
 if TYPE_CHECKING:
     from lln.moments import MomentFit
@@ -39,6 +40,14 @@ if TYPE_CHECKING:
 NEEDS_GAMMA = (
     "mix='joint' needs gamma where a sequence is split over processes; take it from "
     "lln.moments.match_level on a sequence that one process can hold, the same on all processes"
+)
+
+# What all processes must have alike.
+SHARED = (
+    *("the batch", "the number of query heads", "the number of key heads"),
+    *("the width of q and k", "the width of v", "the dtype", "the width of the features"),
+    *("is_causal", "diag_block", "diag_overlap", "mix", "far", "scale", "method"),
+    *("normalize_keys", "alpha", "beta", "gamma"),
 )
 
 
@@ -82,8 +91,9 @@ def attention(
         k: Keys of its slice, ``[B, Hkv, M, D]``.
         v: Values of its slice, ``[B, Hkv, M, E]``.
         group: Processes in the order of their slices, or a mesh of one dimension, such as
-            ``mesh["context"]``; None is all of them. Slices may differ in length; batch, heads and
-            widths may not.
+            ``mesh["context"]``; None is all of them. Slices may differ in length; batch, heads,
+            widths and options may not. What is wrong on one process is an error on all of them, at
+            the cost of an exchange of 37 numbers, for which the host waits.
         alpha, beta: As in :func:`lln.attention`, equal on all processes. Left out, they are
             measured on the whole sequence, at the cost of a second exchange of 6 numbers per head.
         key_mask, query_mask: Those of the slice.
@@ -109,27 +119,37 @@ def attention(
         >>> dist.init_process_group("nccl")                       # one slice per GPU
         >>> out = lln.distributed.attention(q, k, v, group=None, diag_block=64)
     """
-    q, k, v = autocast(q, k, v)
-    if q_features is not None and k_features is not None:
-        q_features, k_features = autocast(q_features, k_features)
-    check_qkv(q, k, v)
-    check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k)
-    check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q)
-    check_pair(alpha, beta, is_causal)
-    check_features(q, k, q_features, k_features, alpha)
-    near = read_local(
-        head_dim=q.shape[-1], diag_block=diag_block, diag_overlap=diag_overlap, sinks=sinks,
-        scale=scale, mix=mix, gamma=gamma, far=far,
-    )  # fmt: skip
-    weight = read_mix(mix, q.shape[1], q)
     group = _read_group(group)
-    _check_possible(impl, near)
-    _check_slice(q, k, is_causal, diag_block, diag_overlap)
-    level = None
-    if near is not None and near.joint:
-        if gamma is None:
-            raise ValueError(NEEDS_GAMMA)
-        level = as_level("gamma", gamma, q.shape[0], q.shape[1], q)
+    with agreed(group, SHARED) as shared:
+        q, k, v = autocast(q, k, v)
+        if q_features is not None and k_features is not None:
+            q_features, k_features = autocast(q_features, k_features)
+        check_qkv(q, k, v)
+        check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k)
+        check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q)
+        check_pair(alpha, beta, is_causal)
+        check_features(q, k, q_features, k_features, alpha)
+        near = read_local(
+            head_dim=q.shape[-1], diag_block=diag_block, diag_overlap=diag_overlap, sinks=sinks,
+            scale=scale, mix=mix, gamma=gamma, far=far,
+        )  # fmt: skip
+        weight = read_mix(mix, q.shape[1], q)
+        _check_possible(impl, near)
+        _check_slice(q, k, is_causal, diag_block, diag_overlap)
+        level = None
+        if near is not None and near.joint:
+            if gamma is None:
+                raise ValueError(NEEDS_GAMMA)
+            level = as_level("gamma", gamma, q.shape[0], q.shape[1], q)
+        if alpha is not None and beta is not None:
+            alpha = as_scale("alpha", alpha, q.shape[0], q.shape[1], q)
+            beta = as_scale("beta", beta, k.shape[0], k.shape[1], k)
+        sizes = (*q.shape[:2], k.shape[1], q.shape[3], v.shape[3])
+        slots = None if k_features is None else k_features.shape[3]
+        told = (compute_dtype(q, k, v), slots, is_causal, diag_block, diag_overlap, mix, far)
+        how = (scale, method, normalize_keys)
+        values = (*sizes, *told, *how, alpha, beta, level)
+        shared.update(zip(SHARED, values, strict=True))
     if alpha is None or beta is None:
         alpha, beta = measured_scales(
             q, k, key_mask, query_mask, group, method, normalize_keys, impl

@@ -108,6 +108,17 @@ class Average:
             core.statistics.store_variances_(mean)
 
 
+class Waiting:
+    """In the place of an average, for a layer of which a pass over the batches measures nothing."""
+
+    def __init__(self, *, stay_softmax: bool) -> None:
+        self.stay_softmax = stay_softmax
+
+    def measure(self, core: Any, *seen: Any) -> bool:
+        """Measure nothing; returns whether softmax answers meanwhile."""
+        return self.stay_softmax
+
+
 class OutputLevel(Average):
     """γ of a layer by which its output is closest to that of softmax, over all batches."""
 
@@ -140,7 +151,9 @@ def calibrate(
 
     Eq. (10) of arXiv:2311.13541 with σ_q², σ_k² averaged over all valid tokens of all batches.
     γ of ``mix="joint"`` and the stored mean of ``center_keys`` take a pass over the batches each.
-    Feature maps that set their own scale ("hedgehog", "t2r", "elu") keep α = β = 1.
+    Feature maps that set their own scale ("hedgehog", "t2r", "elu") keep α = β = 1. Layers with
+    ``statistics="sample"``, as encoders have by default, go on measuring every sample, by
+    ``method``: nothing is stored there.
 
     Args:
         batches: Arguments of the model by name, ``{"input_ids": ids, "attention_mask": mask}``.
@@ -163,22 +176,17 @@ def calibrate(
     if level not in LEVELS:
         raise ValueError(f"level={level!r} is unknown; choose 'output' or 'share'")
     layers: list[Any] = [core for core in model.modules() if calibration_of(core) is not None]
-    stored = [core for core in layers if core.calibration.kind != "sample"]
-    if not stored:
-        reason = (
-            "measures every sample anew (statistics='sample'); use statistics='fixed' or 'running'"
-            if layers
-            else "has no LLN layer yet"
-        )
+    if not layers:
         raise ValueError(
-            f"{type(model).__name__} {reason} in lln.hf.replace(model, 'lln_diag', ...), then "
-            "calibrate"
+            f"{type(model).__name__} has no LLN layer yet; call lln.hf.replace(model, 'lln_diag', "
+            "...), then calibrate"
         )
+    stored = [core for core in layers if core.calibration.kind != "sample"]
     training = [module for module in model.modules() if module.training]
-    previous = [core.statistics.matching for core in stored]
+    previous = [core.statistics.matching for core in layers]
     count = 0
     try:
-        for core in stored:
+        for core in layers:
             if method is not None:
                 _set_method(core, method)
         model.eval()
@@ -186,8 +194,11 @@ def calibrate(
         passes = [q for q in ORDER if any(q in known for known in wanted.values())]
         if len(passes) > 1:
             batches = list(batches)
-        for quantity in passes:
+        for number, quantity in enumerate(passes):
             measured = [core for core in stored if quantity in wanted[id(core)]]
+            for core in layers:
+                later = any(q in wanted.get(id(core), ()) for q in passes[number + 1 :])
+                core.calibration.average = Waiting(stay_softmax=activations == "softmax" or later)
             for core in measured:
                 core.calibration.average = _average(quantity, level, activations == "softmax")
             for batch in batches:
@@ -197,15 +208,14 @@ def calibrate(
                 raise ValueError("batches is empty; pass at least one dictionary of model inputs")
             for core in measured:
                 core.calibration.average.store(core)
-                core.calibration.average = None
         for core in stored:
             core.calibrated.fill_(True)
     except BaseException:
-        for core, matching in zip(stored, previous, strict=True):
+        for core, matching in zip(layers, previous, strict=True):
             core.statistics.matching = matching
         raise
     finally:
-        for core in stored:
+        for core in layers:
             core.calibration.average = None
         for module in training:
             module.training = True

@@ -84,6 +84,9 @@ def from_positions(positions: Int[Tensor, "B N"], *, is_causal: bool) -> Int[Ten
 
     Positions rise by one inside a sequence, and fall where the next begins, in encoders to the
     first position of the row. Others mean something else: nothing is said about them here.
+
+    Raises:
+        ValueError: An encoder's positions are all those of a first token.
     """
     if positions.shape[1] < 2:
         return None  # without a look: a step of decoding must not wait for the device
@@ -92,8 +95,16 @@ def from_positions(positions: Int[Tensor, "B N"], *, is_causal: bool) -> Int[Ten
     falls = steps < 1
     if not is_causal:
         falls = falls & (positions[:, 1:] == positions[:, :1])
-    if not bool(begins.any() & (steps == 1).any() & (falls == begins).all()):
+    found = torch.stack([begins.any() & (falls == begins).all(), begins.all()])
+    packed, nothing_rises = found.tolist()
+    if not packed:
         return None
+    if nothing_rises and not is_causal:
+        raise ValueError(
+            f"all position_ids of a row are the same, {int(positions[0, 0])}: texts of one token "
+            "each, or one text without order. Pass cu_seq_lens_q for packed texts, and an "
+            "attention_mask of ones for one text"
+        )
     return nn.functional.pad(begins.cumsum(1), (1, 0))
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Container
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -103,8 +105,11 @@ def attention_forward(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """One layer's attention, called by transformers: q, k, v ``[B, H, N, D] -> [B, N, H, E]``."""
-    core = core_of(module, attention)
-    found = _sequences(module, core, query, key, attention_mask, is_causal, others)
+    core, found = core_of(module, attention), None
+    if core is None and attention_mask is not None and attention_mask.dim() == 4:
+        attention_mask = _keep_apart(module, query, key, attention_mask, others)
+    else:
+        found = _sequences(module, core, query, key, attention_mask, is_causal, others)
     if found is not None:
         attend = partial(attention_forward, attention, module)
         options = {"dropout": dropout, "scaling": scaling, **others}
@@ -196,6 +201,29 @@ def _sequences(
             )
         found = sequences.to(query.device), _is_causal(module, seen or Visible(None, None), told)
         _check_starts(name, module, others.get("position_ids"), sequences)
+    _check_alone(module, core, query, key)
+    return found
+
+
+def _keep_apart(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor, others: dict[str, Any]
+) -> Tensor:
+    """The mask of a window that keeps softmax, with packed sequences apart where lengths are given.
+
+    Those of positions are in it already, see :func:`lln.hf.masks.mixed_mask`.
+    """
+    sequences = from_lengths(others, query.shape[0], query.shape[2])
+    if sequences is None:
+        return mask
+    _check_alone(module, None, query, key)
+    _check_starts(type(module).__name__, module, others.get("position_ids"), sequences)
+    sequences = sequences.to(mask.device)
+    same = sequences[:, None, :, None] == sequences[:, None, None]
+    return mask & same if mask.dtype == torch.bool else mask.masked_fill(~same, -torch.inf)
+
+
+def _check_alone(module: nn.Module, core: nn.Module | None, query: Tensor, key: Tensor) -> None:
+    """Raise where packed sequences have other keys than their own."""
     if cores.is_cross(module) or key.shape[2] != query.shape[2] or state_layer(key) is not None:
         name = type(module).__name__ if core is None else _name(module, core)
         raise ValueError(
@@ -203,7 +231,6 @@ def _sequences(
             "they are served in self-attention without a cache; pass use_cache=False, or pad "
             "instead of packing"
         )
-    return found
 
 
 def _check_starts(
@@ -355,24 +382,38 @@ def _is_causal(module: nn.Module, seen: Visible, told: bool | None) -> bool:
 def _softmax(
     module, query, key, value, attention_mask, dropout, scaling, is_causal, others
 ) -> tuple[Tensor, None]:
-    """Attend in a layer that keeps softmax, by transformers' own function where it can."""
-    mask = attention_mask
+    """Attend in a layer that keeps softmax, by the function of transformers that it had before."""
+    mask, causal = attention_mask, bool(is_causal)
     if mask is None or mask.dim() == 2:
         seen = read_mask(mask, key.shape[2])
-        is_causal = _is_causal(module, seen, is_causal)
-        mask = pair_mask(query, key, seen.key_mask, is_causal=is_causal)
-    out, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
-        module,
-        query,
-        key,
-        value,
-        mask,
-        dropout=dropout,
-        scaling=scaling,
-        is_causal=bool(is_causal),
-        **others,
+        causal = _is_causal(module, seen, is_causal)
+        mask = pair_mask(query, key, seen.key_mask, is_causal=causal)
+    options = {"dropout": dropout, "scaling": scaling, **others}
+    eager = eager_of(module) if getattr(module, "_lln_before", None) == "eager" else None
+    if eager is not None:
+        return eager(module, query, key, value, _added(mask, query, key, causal), **options)[
+            0
+        ], None
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return attend(module, query, key, value, mask, is_causal=causal, **options)[0], None
+
+
+def eager_of(module: nn.Module) -> Any:
+    """The eager attention of a module's family, which every one of them writes itself."""
+    forward = inspect.unwrap(type(module).forward)
+    return getattr(forward, "__globals__", {}).get("eager_attention_forward")
+
+
+def _added(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) -> Tensor | None:
+    """A mask as eager attention adds it to its scores, from a bool one or from none."""
+    if mask is None and is_causal and query.shape[2] > 1:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+        mask = mask.tril(key.shape[2] - query.shape[2])[None, None]
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(
+        ~mask, torch.finfo(query.dtype).min
     )
-    return out, None
 
 
 def _follows(core: nn.Module) -> bool:

@@ -323,6 +323,8 @@ def _announce(model: Any) -> None:
         if isinstance(module, SwappedAttention) or cores.is_routed(module):
             _, used = by_config.setdefault(id(module.config), (module.config, set()))
             used.add(names.get(path))
+            before = replacements_of(model).implementation(module.config)
+            module.__dict__["_lln_before"] = before  # of layers that keep softmax
     for config, used in by_config.values():
         original = replacements_of(model).implementation(config)
         name = MIXED if len(used) > 1 else next(iter(used))

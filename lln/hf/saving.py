@@ -48,7 +48,7 @@ def load(
         )
     for name in ("lln", "attn_implementation"):
         config.__dict__.pop(name, None)
-    config._attn_implementation = options.pop("attn_implementation", None) or "sdpa"
+    config._attn_implementation = options.pop("attn_implementation", None)
     model_class = _model_class(auto_class, config)
 
     def construct(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:

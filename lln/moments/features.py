@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lln.moments.rows import counted_first
 from lln.ops.arguments import check_alike, check_features_alone, check_mask, no_autocast
 from lln.protocols import compute_dtype
 
@@ -106,8 +107,7 @@ def _some_rows(q: Tensor, query_mask: Tensor | None, rows: int) -> tuple[Tensor,
         return q[:, :, (place * step).long()], counted
     valid = query_mask.sum(1, keepdim=True)
     step = (valid / max(rows, 1)).clamp(min=1)
-    order = torch.argsort(query_mask.to(torch.uint8), dim=1, descending=True, stable=True)
-    index = order.gather(1, (place * step).long())
+    index = counted_first(query_mask).gather(1, (place * step).long())
     wide = index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
     counted = place < valid
     return q.gather(2, wide).masked_fill(~counted[:, None, :, None], 0), counted

@@ -23,9 +23,18 @@ def spaced_rows(
     if query_mask is None:
         return (share * tokens).long().clamp(max=tokens - 1)[None]
     valid = query_mask.sum(1, keepdim=True)
-    order = torch.argsort(query_mask.to(torch.uint8), dim=1, descending=True, stable=True)
     last = (valid - 1).clamp(min=0)
-    return order.gather(1, torch.minimum((share * valid).long(), last))
+    return counted_first(query_mask).gather(1, torch.minimum((share * valid).long(), last))
+
+
+def counted_first(mask: Bool[Tensor, "B N"]) -> Int[Tensor, "B N"]:
+    """The places of all tokens, those that count before the others, each in their order.
+
+    By numbers that are all different: ONNX has no stable sort.
+    """
+    tokens = mask.shape[1]
+    place = torch.arange(tokens, device=mask.device)
+    return torch.where(mask, place, place + tokens).sort(1).indices
 
 
 def take_rows(x: Float[Tensor, "B H N D"], index: Int[Tensor, "#B r"]) -> Float[Tensor, "B H r D"]:

@@ -18,6 +18,8 @@ from lln.hf.serving.seating import empty_like
 from lln.onnx.export import export
 from lln.onnx.models import session_of
 
+CHECKED = 20  # tokens that a check decodes
+
 
 class DecoderStep(nn.Module):
     """One token of every stream of a batch through a Hugging Face decoder.
@@ -39,7 +41,8 @@ class DecoderStep(nn.Module):
     def __init__(self, model: Any, *, max_length: int | None = None) -> None:
         super().__init__()
         self.model = model
-        self._layers = Engine(model, 1, max_length=max_length, graph=False).layers
+        engine = Engine(model, 1, max_length=max_length, graph=False)
+        self._layers, self.max_length = engine.layers, engine.max_length
         self.eval()
 
     @property
@@ -50,6 +53,12 @@ class DecoderStep(nn.Module):
             for number, layer in enumerate(self._layers)
             for name in layer.tensors
         ]
+
+    @property
+    def longest_window(self) -> int:
+        """Tokens after which every layer has keys that are neither in its window nor sinks."""
+        near = [layer.core.local for layer in self._layers if layer.core is not None]
+        return max((x.block + x.overlap + x.sinks for x in near if x is not None), default=0)
 
     def empty(self, batch: int) -> tuple[Tensor, ...]:
         """The state before the first token."""
@@ -107,16 +116,21 @@ class Checked:
 
 
 @torch.no_grad()
-def check_decoder(
-    step: DecoderStep, file: str | os.PathLike[str], *, prompt: int = 12, tokens: int = 20
-) -> Checked:
+def check_decoder(step: DecoderStep, file: str | os.PathLike[str]) -> Checked:
     """Read a seeded prompt and decode greedily by the graph, beside ``model.generate``.
+
+    The prompt is a third longer than the windows of near keys, so that there are far ones, too, and
+    no longer than learned positions allow.
 
     Returns:
         The difference in the largest logit, over all steps; whether the graph would have chosen the
         same tokens; milliseconds of a step.
     """
-    model, generator = step.model, torch.Generator().manual_seed(0)
+    model, generator, tokens = step.model, torch.Generator().manual_seed(0), CHECKED
+    prompt = max(12, step.longest_window * 4 // 3)
+    if step.max_length is not None:
+        prompt = min(prompt, max(1, step.max_length - tokens))
+        tokens = min(tokens, step.max_length - prompt)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(vocabulary, (1, prompt), generator=generator)
     out = model.generate(

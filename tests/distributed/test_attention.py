@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import lln
+from lln.distributed.sliced import SHARED
 from tests.distributed.cases import CASES
 from tests.distributed.processes import PROCESSES, run
 from tests.helpers import relative_error, run_with_grads
 
+AGREEMENT = PROCESSES * 8 * (1 + 2 * len(SHARED))  # bytes: whether a process failed, and arguments
 BY_NAME = {f"{case.name} on {size}": case for case in CASES for size in (1, 2, 4)}
 
 
@@ -48,7 +50,7 @@ def test_one_exchange_each_way_whose_size_does_not_depend_on_the_length(results,
         for tokens in (16, 512):
             found = result["exchanges"][f"{tokens} tokens, measured=False, {is_causal=}"]
             backward = PROCESSES * state if is_causal else state
-            assert found == [PROCESSES * state, backward]
+            assert found == [AGREEMENT, PROCESSES * state, backward]
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -59,7 +61,8 @@ def test_one_normaliser_exchanges_states_and_the_tokens_at_the_edges(results, is
     given = 2 if is_causal else 3  # states of a process: whole, without last keys, without first
     for result in results:
         for tokens in (16, 512):
-            found = result["exchanges"][f"{tokens} tokens, joint, {is_causal=}"]
+            first, *found = result["exchanges"][f"{tokens} tokens, joint, {is_causal=}"]
+            assert first == AGREEMENT
             assert sorted(found) == sorted(
                 PROCESSES * sent for sent in (edges, given * state, state, edges)
             )
@@ -68,9 +71,9 @@ def test_one_normaliser_exchanges_states_and_the_tokens_at_the_edges(results, is
 def test_measuring_the_scales_costs_six_numbers_per_head_more(results):
     for result in results:
         for tokens in (16, 512):
-            first, *rest = result["exchanges"][f"{tokens} tokens, measured=True, is_causal=False"]
-            assert first == PROCESSES * 2 * 3 * 6 * 8
-            assert rest == result["exchanges"]["16 tokens, measured=False, is_causal=False"]
+            found = result["exchanges"][f"{tokens} tokens, measured=True, is_causal=False"]
+            assert found.pop(1) == PROCESSES * 2 * 3 * 6 * 8
+            assert found == result["exchanges"]["16 tokens, measured=False, is_causal=False"]
 
 
 REFUSALS = {
@@ -93,6 +96,36 @@ def test_bad_calls_are_refused_on_every_process(results):
         assert result["refusals"].keys() == REFUSALS.keys()
         for name, words in REFUSALS.items():
             assert words in result["refusals"][name], name
+
+
+OWN = {
+    "slice": "v has",
+    "type": "q",
+    "mask": "key_mask has shape [1, 3]",
+    "block": "12 tokens, not a multiple of diag_block=8",
+}
+OTHERS = {
+    "alpha": ("alpha is a tensor [1, 2] of mean 1.5 on", "alpha is a tensor [1, 2] of mean 1.6 on"),
+    "beta": ("beta is a tensor [1, 2] of mean 2 on", "beta is a tensor [1, 2] of mean 2.05 on"),
+    "order of beta": ("beta is a tensor [1, 2] of mean 2 on",) * 2,
+    "measured": ("alpha is a tensor [1, 2] of mean 1.5 on", "alpha is None on"),
+    "batch": ("the batch is 1 on process", "the batch is 2 on process 1"),
+    "causal": ("is_causal is False on process", "is_causal is True on process 1"),
+}
+
+
+def test_what_is_wrong_on_one_process_is_an_error_on_all(results):
+    """Nobody waits for it; and calls that are right go on after that."""
+    for rank, result in enumerate(results):
+        said = result["apart"]
+        assert said.keys() == {*OWN, *OTHERS, "rounded", "longer"}
+        for name, words in OWN.items():
+            expected = words if rank == 1 else "process 1 of the group refused its slice"
+            assert expected in said[name], (rank, name)
+        for name, words in OTHERS.items():
+            assert words[rank == 1] in said[name], (rank, name)
+            assert "pass the same on all of them" in said[name]
+        assert said["rounded"] == said["longer"] == "nothing"
 
 
 @pytest.mark.gpu

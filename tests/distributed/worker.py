@@ -154,6 +154,34 @@ def refusals(group: Any, outsiders: Any) -> dict[str, str]:
     return said
 
 
+def apart(rank: int) -> dict[str, str]:
+    """What calls say that are wrong, or other, on process 1 alone; the last one is right again."""
+    x = torch.randn(1, 2, 12, 8)
+    good: dict[str, Any] = {"q": x, "k": x, "v": x, "alpha": 1.5, "beta": torch.full((2,), 2.0)}
+    others: dict[str, dict[str, Any]] = {
+        "slice": {"v": x[:, :, :5]},
+        "type": {"q": None},
+        "mask": {"key_mask": torch.ones(1, 3, dtype=torch.bool)},
+        "block": {"diag_block": 8},
+        "alpha": {"alpha": 1.6},
+        "beta": {"beta": torch.tensor([2.0, 2.1])},
+        "order of beta": {"beta": torch.tensor([2.1, 1.9])},
+        "measured": {"alpha": None, "beta": None},
+        "batch": {name: x.expand(2, -1, -1, -1) for name in "qkv"},
+        "causal": {"is_causal": True},
+        "rounded": {"alpha": 1.5 + 1e-9},
+        "longer": {name: torch.cat([x, x], 2) for name in "qkv"},
+    }
+    said = {}
+    for name, options in others.items():
+        try:
+            lln.distributed.attention(**{**good, **(options if rank == 1 else {})}, group=None)
+            said[name] = "nothing"
+        except (AttributeError, TypeError, ValueError) as error:
+            said[name] = str(error)
+    return said
+
+
 def found(rank: int) -> dict[str, Any]:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     groups = {"1": dist.new_group([0]), "2": pairs[rank // 2], "4": None}
@@ -179,4 +207,5 @@ def found(rank: int) -> dict[str, Any]:
         "errors": errors,
         "exchanges": exchanges,
         "refusals": refusals(None, pairs[1 - rank // 2]),
+        "apart": apart(rank),
     }

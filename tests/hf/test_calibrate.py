@@ -99,7 +99,77 @@ def test_what_calibrate_refuses():
     with pytest.raises(ValueError, match="has no calibrated"):
         run(model, input_ids=text())
     undo()
-    encoder = make("roberta")
-    lln.hf.replace(encoder, "lln", quiet=True)
-    with pytest.raises(ValueError, match=r"measures every sample anew.*statistics='fixed'"):
-        lln.hf.calibrate(encoder, [{"input_ids": text()}])
+
+
+NEAR = {"diag_block": 4, "diag_overlap": 3, "sinks": 1}
+DIFFERENT = {
+    "lln_diag": {"diag_block": 4},
+    "lln_nearfar": NEAR,
+    "lln_nearfar with centred keys": {**NEAR, "center_keys": True},
+    "lln_nearfar with hedgehog": {**NEAR, "feature_map": "hedgehog"},
+    "lln_diag with hedgehog": {"diag_block": 4, "feature_map": "hedgehog"},
+}
+KINDS = [("lln_diag", other) for other in DIFFERENT if other != "lln_diag"]
+
+
+@pytest.mark.parametrize("kinds", [*KINDS, *(pair[::-1] for pair in KINDS)], ids=" then ".join)
+def test_layers_that_need_different_passes(kinds):
+    """Each gets the constants that it gets in a model where all layers are of its kind."""
+    found = {}
+    for names in (kinds, kinds[:1] * 2, kinds[1:] * 2):
+        model = make("llama")
+        for layer, name in enumerate(names):
+            options = {**DIFFERENT[name], "layers": [layer], "quiet": True}
+            lln.hf.replace(model, name.split()[0], **options)
+        lln.hf.calibrate(model, [{"input_ids": text(3, 20)}, {"input_ids": text(2, 30, seed=3)}])
+        found[names] = [layer.self_attn.lln.state_dict() for layer in model.model.layers]
+    for layer, name in enumerate(kinds):
+        torch.testing.assert_close(found[kinds][layer], found[(name, name)][layer])
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=" then ".join)
+def test_layers_that_need_different_passes_may_see_lln(kinds):
+    model = make("llama")
+    for layer, name in enumerate(kinds):
+        options = {**DIFFERENT[name], "layers": [layer], "quiet": True}
+        lln.hf.replace(model, name.split()[0], **options)
+    lln.hf.calibrate(model, [{"input_ids": text()}], activations="lln")
+    assert run(model, input_ids=text()).isfinite().all()
+
+
+def test_encoders_that_measure_every_sample_take_the_method():
+    """README's order, with replace's defaults: there is nothing to store."""
+    model, other = make("bert"), make("bert")
+    lln.hf.replace(model, "lln_diag", quiet=True, diag_block=4)
+    before = run(model, input_ids=text())
+    assert lln.hf.calibrate(model, [{"input_ids": text()}]) is model
+    assert torch.equal(run(model, input_ids=text()), before)
+    lln.hf.calibrate(model, [{"input_ids": text()}], method="entropy")
+    lln.hf.replace(other, "lln_diag", quiet=True, diag_block=4, method="entropy")
+    assert torch.equal(run(model, input_ids=text()), run(other, input_ids=text()))
+    assert model.config.lln == other.config.lln
+
+
+def test_constants_of_a_decoder_beside_an_encoder_that_measures_every_sample():
+    """Measured with softmax in all LLN layers, those that store nothing among them."""
+    batch, found = {"input_ids": text(), "decoder_input_ids": text(3, 12, seed=4)}, []
+    for statistics in ({}, {"statistics": "fixed"}):
+        model = make("bart", head="AutoModel")
+        lln.hf.replace(model, "lln", quiet=True, **statistics)
+        lln.hf.calibrate(model, [batch])
+        found.append([layer.self_attn.lln.scales() for layer in model.decoder.layers])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.filterwarnings("ignore")  # of configurations made so small
+@pytest.mark.parametrize("family", ["bart", "whisper"])
+def test_convert_takes_models_with_an_encoder_and_a_decoder(family):
+    model = make(family, head="AutoModel")
+    batch = {"decoder_input_ids": text(2, 12)}
+    if family == "whisper":
+        batch["input_features"] = torch.randn(2, 16, 64)
+    else:
+        batch["input_ids"] = text(2, 20)
+    done = lln.hf.convert(model, [batch] * 2, transfer_steps=2, recover_steps=0)
+    assert len(done.errors["transfer"]) == 4
+    assert run(model, **batch).isfinite().all()

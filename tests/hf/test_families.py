@@ -7,7 +7,7 @@ import torch
 import transformers as hf
 
 import lln.hf
-from tests.hf.tiny import SIZES, TEXT, VOCABULARY, text
+from tests.hf.tiny import BOTH_WAYS, SIZES, TEXT, VOCABULARY, text
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of configurations made so small
 
@@ -15,14 +15,6 @@ GROUPED = {**TEXT, "num_key_value_heads": 2}
 NARROW = {**GROUPED, "head_dim": 8}
 PICTURE = {**SIZES, "image_size": 32, "patch_size": 8}
 OLD = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 64}
-BOTH_WAYS = {
-    **{f"{part}_layers": 2 for part in ("encoder", "decoder")},
-    **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
-    **{f"{part}_ffn_dim": 48 for part in ("encoder", "decoder")},
-    "d_model": 32,
-    "vocab_size": VOCABULARY,
-    "pad_token_id": 0,
-}
 SOUND = {
     **SIZES,
     "conv_dim": (16, 16),

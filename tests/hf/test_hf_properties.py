@@ -18,13 +18,16 @@ from transformers import DynamicCache
 
 import lln.hf
 from lln.hf.cache import StateLayer, use_states
+from lln.onnx import DecoderStep
 from tests.hf.test_families import GROUPED, model_of
-from tests.hf.tiny import TEXT, VOCABULARY
+from tests.hf.tiny import TEXT, VOCABULARY, make
 
 MECHANISMS = {
     "lln": {},
     "lln_diag": {"diag_block": 3},
     "lln_diag with conv": {"diag_block": 4, "conv": 3},
+    "lln_diag with weights": {"diag_block": 3, "diag_overlap": 2, "mix": [0.1, 0.4, 0.6, 0.9]},
+    "lln_nearfar": {"diag_block": 3, "diag_overlap": 2, "sinks": 1},
 }
 FAMILIES = {"llama": GROUPED, "nomic_bert": TEXT, "eurobert": GROUPED}
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda cache: pickle.loads(pickle.dumps(cache))}
@@ -114,6 +117,40 @@ def test_a_copied_cache_and_its_original_go_on_alone(stream):
         with torch.no_grad():
             whole = model(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
         torch.testing.assert_close(got[mask], whole[mask], **CLOSE)
+
+
+@functools.cache
+def served(window: int):
+    """A decoder of one layer with a weight for each head, and its step in seats."""
+    model = make("llama", num_hidden_layers=1).double()
+    options = {"diag_block": 3, "diag_overlap": window, "mix": [0.5] * 4, "alpha": 1.3, "beta": 0.8}
+    lln.hf.replace(model, "lln_diag", quiet=True, **options)
+    return model
+
+
+@few
+@given(
+    st.lists(st.floats(0, 1), min_size=4, max_size=4),
+    st.sampled_from([0, 2]),
+    st.integers(1, 12),
+    st.integers(0, 2**31),
+)
+@torch.no_grad()
+def test_seats_and_states_keep_the_weight_of_every_head(mix, window, tokens, seed):
+    """A stream read token by token in seats, as engine and graph do, and from states."""
+    model = served(window)
+    model.model.layers[0].self_attn.lln.fixed_mix.copy_(torch.tensor(mix))
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (2, tokens), generator=generator)
+    whole = model(ids, use_cache=False).logits
+    step, cache = DecoderStep(model), DynamicCache(config=model.config)
+    use_states(cache, list(model.modules()))
+    state = step.empty(2)
+    for place, token in enumerate(ids.unbind(1)):
+        logits, *state = step(token, torch.full((2,), place), *state)
+        torch.testing.assert_close(logits, whole[:, place], **CLOSE)
+        logits = model(token[:, None], past_key_values=cache).logits[:, 0]
+        torch.testing.assert_close(logits, whole[:, place], **CLOSE)
 
 
 rows = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 12)), min_size=1, max_size=4)

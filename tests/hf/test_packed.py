@@ -203,6 +203,17 @@ def test_windows_that_keep_softmax_stay_windows():
     lln.hf.replace(model, "lln", layers="global", quiet=True, **CONSTANTS)
     ids = texts()
     close(run(model, **pack(ids)), one_by_one(model, ids))
+    close(run(model, input_ids=torch.cat(ids, 1), **lengths_of(ids)), one_by_one(model, ids))
+
+
+def test_windows_of_eager_attention_stay_windows():
+    """Its masks are added to the scores."""
+    model = sliding(["full_attention", "sliding_attention"])
+    model.set_attn_implementation("eager")
+    lln.hf.replace(model, "lln", layers="global", quiet=True, **CONSTANTS)
+    ids = texts()
+    close(run(model, **pack(ids)), one_by_one(model, ids))
+    close(run(model, input_ids=torch.cat(ids, 1), **lengths_of(ids)), one_by_one(model, ids))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -211,6 +222,7 @@ def test_windows_of_an_encoder_stay_windows():
     lln.hf.replace(model, "lln_diag", layers="global", quiet=True, diag_block=4)
     ids = texts((20, 9, 26))
     close(run(model, **pack(ids)), one_by_one(model, ids))
+    close(run(model, **pack(ids), **lengths_of(ids)), one_by_one(model, ids))
 
 
 def test_an_encoder_chosen_by_name_reads_lengths():
@@ -224,11 +236,19 @@ def test_an_encoder_chosen_by_name_reads_lengths():
 def test_positions_that_only_jump_are_no_packed_sequences():
     model = replaced("bert")
     ids = text(1, 12)
-    for positions in ([0] * 12, [*range(6), *range(20, 26)], [*range(3, 9), *range(6)]):
+    for positions in ([*range(6), *range(20, 26)], [*range(3, 9), *range(6)]):
         positions = torch.tensor([positions])
         mask = torch.ones_like(ids)
         expected = run(model, input_ids=ids, position_ids=positions, attention_mask=mask)
         assert torch.equal(run(model, input_ids=ids, position_ids=positions), expected)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("count", [2, 5])
+def test_texts_of_one_token_each(family, count):
+    model, ids = replaced(family), text(1, count).split(1, 1)
+    close(run(model, **pack(ids)), one_by_one(model, ids))
+    close(run(model, **pack(ids), **lengths_of(ids)), one_by_one(model, ids))
 
 
 def test_a_mask_says_that_nothing_is_packed():
@@ -289,6 +309,17 @@ def test_instruments_see_the_sequences_apart():
 
 
 class TestRefused:
+    @pytest.mark.parametrize("family", ENCODERS)
+    def test_an_encoder_whose_tokens_all_have_one_position(self, family):
+        """Texts of one token each, or one text without order: the caller says which."""
+        model, ids = replaced(family), text(1, 5).split(1, 1)
+        batch = pack(ids, FIRST.get(family, 0))
+        with pytest.raises(ValueError, match=r"all position_ids of a row.*attention_mask of ones"):
+            run(model, **batch)
+        close(run(model, **batch, **lengths_of(ids)), one_by_one(model, ids))
+        mask = torch.ones_like(batch["input_ids"])
+        assert not run(model, **batch, attention_mask=mask).allclose(one_by_one(model, ids))
+
     def test_a_cache(self):
         model, batch = replaced("llama"), pack(texts())
         for extra in ({"use_cache": True}, {"past_key_values": hf.DynamicCache()}):

@@ -13,7 +13,18 @@ import lln
 import lln.hf
 from lln.hf.cores import calibration_of
 from lln.hf.replace import replacements_of
-from tests.hf.tiny import CONFIGS, DECODERS, ENCODERS, inputs, make, padded, run, text
+from tests.hf.tiny import (
+    CONFIGS,
+    DECODERS,
+    ENCODERS,
+    ENDLESS,
+    TEXT,
+    inputs,
+    make,
+    padded,
+    run,
+    text,
+)
 
 FAMILIES = [*ENCODERS, "vit", *DECODERS]
 
@@ -309,3 +320,45 @@ def test_encoder_decoder_models_keep_softmax_across():
     options = {"max_new_tokens": 8, "do_sample": False, "decoder_start_token_id": 2}
     with_state = model.generate(**batch, **options)
     assert torch.equal(with_state, model.generate(**batch, **options, use_cache=False))
+
+
+def gemma2(kinds=("full_attention", "full_attention")):
+    """Scores are capped, which transformers' eager attention alone can do on a CPU."""
+    torch.manual_seed(0)
+    config = hf.Gemma2Config(
+        **{**TEXT, "num_key_value_heads": 2, "head_dim": 8, **ENDLESS},
+        layer_types=list(kinds),
+        sliding_window=6,
+        attn_logit_softcapping=2.0,
+    )
+    model = hf.Gemma2ForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(4 if parameter.dim() == 2 else 1)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+@torch.no_grad()
+def test_kept_layers_keep_the_implementation_of_the_model(kind, tmp_path):
+    model = gemma2((kind, "full_attention"))
+    given = [{"input_ids": text()}, padded(text(), 4, "left"), padded(text(), 4, "right")]
+
+    def first_layer(model, batch):
+        real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        return model(**batch, output_hidden_states=True).hidden_states[1][real]
+
+    before = [first_layer(model, batch) for batch in given]
+    constants = {"statistics": "fixed", "alpha": 1.5, "beta": 1.5}
+    lln.hf.replace(model, "lln_diag", layers=[1], diag_block=4, quiet=True, **constants)
+    with pytest.raises(ValueError, match=r"asks for a cap on the scores, softcap=2\.0"):
+        run(model, input_ids=text())
+    model.model.layers[1].self_attn.attn_logit_softcapping = None  # LLN has none
+    for batch, expected in zip(given, before, strict=True):
+        torch.testing.assert_close(first_layer(model, batch), expected)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    tokens = model.generate(**given[1], **options)
+    assert torch.equal(tokens, model.generate(**given[1], **options, use_cache=False))
+    model.save_pretrained(tmp_path)
+    again = lln.hf.load(tmp_path, hf.Gemma2ForCausalLM)
+    again.model.layers[1].self_attn.attn_logit_softcapping = None
+    torch.testing.assert_close(first_layer(again, given[0]), before[0])

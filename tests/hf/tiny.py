@@ -14,6 +14,14 @@ SIZES = {
     "intermediate_size": 48,
 }
 TEXT = {**SIZES, "vocab_size": VOCABULARY, "max_position_embeddings": 128, "pad_token_id": 0}
+BOTH_WAYS = {
+    **{f"{part}_layers": 2 for part in ("encoder", "decoder")},
+    **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
+    **{f"{part}_ffn_dim": 48 for part in ("encoder", "decoder")},
+    "d_model": 32,
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+}
 ENDLESS = {"bos_token_id": 1, "eos_token_id": None}
 CONFIGS = {
     "roberta": lambda: hf.RobertaConfig(**TEXT),
@@ -28,6 +36,10 @@ CONFIGS = {
     "llama": lambda: hf.LlamaConfig(**TEXT, num_key_value_heads=2, **ENDLESS),
     "qwen2": lambda: hf.Qwen2Config(**TEXT, num_key_value_heads=2, **ENDLESS),
     "qwen3": lambda: hf.Qwen3Config(**TEXT, num_key_value_heads=2, head_dim=16, **ENDLESS),
+    "bart": lambda: hf.BartConfig(**BOTH_WAYS, max_position_embeddings=128),
+    "whisper": lambda: hf.WhisperConfig(
+        **BOTH_WAYS, num_mel_bins=16, max_source_positions=32, max_target_positions=64
+    ),
 }
 ENCODERS = ("roberta", "bert", "distilbert")
 DECODERS = ("gpt2", "llama", "qwen2", "qwen3")

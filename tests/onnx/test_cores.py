@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lln
+from lln.moments.rows import spaced_rows
 from lln.nn import RECOMMENDED, LLNAttention
 from tests.helpers import assert_matches
 from tests.nn.inputs import padding, qkv
@@ -127,6 +128,22 @@ def test_large_inputs_do_not_overflow(exported, name):
 def test_linear_in_the_length(exported, name):
     _, file = exported(name)
     assert steepest_growth(file, masked([256], 256), masked([1024], 1024)) <= 4.2
+
+
+def test_queries_that_count_are_chosen_inside_the_graph(tmp_path):
+    """γ of every sample is measured with some of them; models give the mask of padding."""
+
+    class Rows(nn.Module):
+        def forward(self, mask):
+            return spaced_rows(mask.shape[1], 8, mask, mask.device)
+
+    file, shapes = tmp_path / "rows.onnx", ({0: BATCH, 1: TOKENS},)
+    lln.onnx.export(Rows().eval(), (padding([9, 4], 9),), file, dynamic_shapes=shapes)
+    graph = Graph(file)
+    for lengths in ([9, 4], [40, 1, 17, 0]):
+        right = padding(lengths, max(lengths))
+        for mask in (right, right.flip(1), right & (torch.arange(max(lengths)) % 3 > 0)):
+            assert torch.equal(graph(mask)[0], Rows()(mask))
 
 
 def test_softmax_fails_the_test_of_linearity(tmp_path):

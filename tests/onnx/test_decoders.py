@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -10,6 +12,7 @@ import lln.hf
 import lln.onnx
 from lln.cli.app import app
 from lln.onnx import decoders
+from lln.onnx.models import ALLOWED
 from tests.hf.serving.test_engine import MECHANISMS
 from tests.hf.tiny import make, text
 from tests.onnx.graphs import Graph
@@ -90,6 +93,41 @@ def test_the_command_writes_and_checks_a_decoder(tmp_path):
     assert decoders.check_decoder(step, file).difference > 0.1
     refused = CliRunner().invoke(app, [*words, "--length", "9"])
     assert refused.exit_code != 0 and "--length and --results" in refused.output
+
+
+class InTorch:
+    """A step in the place of its graph, which takes seconds to write."""
+
+    def __init__(self, step: decoders.DecoderStep) -> None:
+        self.step = step
+
+    def get_inputs(self):
+        return [SimpleNamespace(name=name) for name in ("token", "position", *self.step.names)]
+
+    def run(self, _, feed):
+        return [x.numpy() for x in self.step(*map(torch.from_numpy, feed.values()))]
+
+
+def test_the_check_reads_beyond_the_windows(monkeypatch):
+    """A graph whose far keys weigh exp(20) times as much is noticed."""
+    model = make("llama", num_hidden_layers=1)
+    lln.hf.replace(model, "lln_nearfar", quiet=True, diag_block=24, diag_overlap=24, sinks=2)
+    lln.hf.calibrate(model, [{"input_ids": text(4, 90, seed=5)}])
+    step, graph = lln.onnx.DecoderStep(model), lln.onnx.DecoderStep(model)
+    monkeypatch.setattr(decoders, "session_of", lambda file: InTorch(graph))
+    found = decoders.check_decoder(step, "graph.onnx")
+    assert found.prompt > 24 + 24 + 2 and found.difference < 1e-5
+    graph._layers[0].constants["gamma"] += 20
+    assert decoders.check_decoder(step, "graph.onnx").difference > ALLOWED
+
+
+def test_the_check_stays_within_learned_positions(monkeypatch):
+    model = make("gpt2", num_hidden_layers=1, n_positions=40)
+    lln.hf.replace(model, "lln_diag", quiet=True, diag_block=32, alpha=1.0, beta=1.0)
+    step = lln.onnx.DecoderStep(model)
+    monkeypatch.setattr(decoders, "session_of", lambda file: InTorch(step))
+    found = decoders.check_decoder(step, "graph.onnx")
+    assert found.prompt + found.tokens == 40 and found.difference < 1e-5
 
 
 def test_an_encoder_is_refused(tmp_path):

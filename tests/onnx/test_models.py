@@ -69,12 +69,13 @@ class Model(nn.Module):
     "family, attention",
     [
         ("bert", "lln_diag"),
+        pytest.param("bert", "lln_nearfar", marks=pytest.mark.slow),
         pytest.param("roberta", "lln", marks=pytest.mark.slow),
         pytest.param("distilbert", "lln_diag", marks=pytest.mark.slow),
     ],
 )
 def test_a_hugging_face_encoder_after_replace(family, attention, tmp_path):
-    options = {"diag_block": 8} if attention == "lln_diag" else {}
+    options = {} if attention == "lln" else {"diag_block": 8}
     model = Model(family, attention, **options).eval()
     file = tmp_path / "model.onnx"
     tokens = torch.export.Dim("tokens", min=2, max=1024)

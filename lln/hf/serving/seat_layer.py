@@ -280,10 +280,9 @@ def _constants(core: LLNAttention, mean: Tensor) -> dict[str, Any]:
         found["normalize_keys"] = core.statistics.matching.normalize_keys
         if core.level is not None:
             found["gamma"] = core.stored_level().to(mean.dtype).clone()
-        elif core.mix_logit is not None:
-            found["mix"] = core.mix_logit.to(mean.dtype).sigmoid()
         else:
-            found["mix"] = mean.new_full((core.num_heads,), 0.5)
+            weight = core.mix_weight(mean.dtype)
+            found["mix"] = mean.new_full((core.num_heads,), 0.5) if weight is None else weight
     return found
 
 
