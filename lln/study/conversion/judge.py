@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from lln.study.conversion import branches, decoders, encoders, needles
 from lln.study.conversion.masking import Masking, masked_scores
 from lln.study.conversion.shares import near_shares
 from lln.study.conversion.subject import Subject, Texts
-from lln.study.conversion.texts import Batches, encoder_batches
+from lln.study.conversion.texts import Batches, TooShort, encoder_batches
 from lln.study.data import glue
 
 Row = dict[str, Any]
@@ -50,7 +52,9 @@ class Remembered:
 class EncoderJudge:
     """Compares embeddings with the teacher's at the full length, on articles that are held out.
 
-    A masked language model predicts hidden tokens of the same articles, too.
+    Where fewer than three articles are long enough, as in a text without headings, they are cut
+    into pieces, and these judge. A masked language model predicts hidden tokens of the same
+    articles, too.
 
     Args:
         articles: How many; fewer if the text has fewer.
@@ -66,24 +70,44 @@ class EncoderJudge:
         self.notes: list[str] = []
         self.teacher = copy_teacher(subject.model)
         self.remembered = Remembered(self.teacher)
-        self.judged = self._full_articles()
+        self.in_pieces = False
+        self.judged = self._choose()
 
-    def _full_articles(self) -> Batches:
-        options: dict[str, Any] = {"batch_size": self.batch_size, "limit": self.articles}
-        tokenizer = self.subject.tokenizer
+    def _choose(self) -> Batches:
+        """Full articles; else full pieces of them; else whatever there is."""
+        found = self._sequences(fill=1.0)
+        if len(found) < encoders.PAIRED:
+            self.in_pieces = True
+            found = self._sequences(fill=1.0, every_piece=True)
+            words = f"is cut into pieces of {self.length} tokens"
+            if len(found) < encoders.PAIRED:
+                found = self._sequences(every_piece=True)
+                words += ", and shorter ones judge, too"
+            self.notes.append(
+                f"The held-out text has fewer than {encoders.PAIRED} articles of {self.length} "
+                f"tokens: it {words}."
+            )
+        if len(found) < self.articles:
+            what = "pieces" if self.in_pieces else "articles"
+            self.notes.append(
+                f"Judged by {len(found)} held-out {what}: there are not {self.articles}."
+            )
+        if len(found) < encoders.PAIRED:
+            self.notes.append(
+                "Their similarities are not judged: similarities are compared among three texts "
+                "or more. Pass more text, --held-out FILE, or a smaller --length."
+            )
+        pad = self.subject.tokenizer.pad_token_id
+        return Batches(found, self.batch_size, 0 if pad is None else pad)
+
+    def _sequences(self, **options: Any) -> Sequence[np.ndarray]:
+        """Held-out sequences, as :func:`encoder_batches` makes them; none of a text too short."""
+        given = (self.subject.tokenizer, self.texts.held(), self.length)
+        sizes = {"batch_size": self.batch_size, "limit": self.articles}
         try:
-            found = encoder_batches(tokenizer, self.texts.held(), self.length, fill=1.0, **options)
-        except ValueError:
-            self.notes.append(
-                f"No held-out article fills {self.length} tokens: shorter ones judge."
-            )
-            found = encoder_batches(tokenizer, self.texts.held(), self.length, **options)
-        if len(found.sequences) < self.articles:
-            self.notes.append(
-                f"Judged by {len(found.sequences)} held-out articles: there are not "
-                f"{self.articles}."
-            )
-        return found
+            return encoder_batches(*given, **sizes, **options).sequences
+        except TooShort:
+            return ()
 
     @property
     def tokens(self) -> int:
@@ -129,16 +153,17 @@ class EncoderJudge:
         return min(SHARE_BATCHES, len(self.judged))
 
     def _halves(self) -> encoders.Halves | None:
-        options: dict[str, Any] = {"batch_size": self.batch_size}
+        options: dict[str, Any] = {"batch_size": self.batch_size, "every_piece": self.in_pieces}
         for count in (self.articles, None):
             try:
                 held = self.texts.held()
                 return encoders.halves(
                     self.subject.tokenizer, held, self.length, count=count, **options
                 )
-            except ValueError:
+            except TooShort:
                 continue
-        self.notes.append(f"No retrieval: fewer than two articles have {2 * self.length} tokens.")
+        what = "pieces" if self.in_pieces else "articles"
+        self.notes.append(f"No retrieval: fewer than two {what} have {2 * self.length} tokens.")
         return None
 
 

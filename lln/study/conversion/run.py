@@ -16,7 +16,6 @@ import torch
 import lln.hf
 from lln.hf.conversion.convert import Conversion
 from lln.records import files, machine
-from lln.records.rows import number
 from lln.study.conversion import page
 from lln.study.conversion.cost import decode_cost, forward_cost
 from lln.study.conversion.judge import Judge, judge_of
@@ -30,7 +29,7 @@ from lln.study.conversion.subject import (
     training_batches,
 )
 from lln.study.conversion.told import Told, duration
-from lln.study.conversion.unfinished import Unfinished
+from lln.study.conversion.unfinished import Unfinished, without_nan
 from lln.study.inspect.model import quiet
 from lln.study.page import render
 from lln.study.train.runlog import append_row, thinned
@@ -81,7 +80,7 @@ def convert_and_judge(settings: Settings, say: Callable[[str], None] = print) ->
         found |= _costs(settings, subject, judge, done.model, say)
         found |= {"notes": judge.notes, **_origin(device)}
         found["seconds"] = round(time.perf_counter() - started, 1)
-        found = _clean(found)
+        found = without_nan(found)
         unfinished.publish(lambda folder: _write(folder, found, done.model, subject))
     if settings.results is not None:
         append_row(settings.results / "conversion.jsonl", row_of(found))
@@ -310,17 +309,6 @@ def row_of(found: Mapping[str, Any]) -> Row:
 def _mean(values: Iterable[float]) -> float | None:
     known = list(values)
     return sum(known) / len(known) if known else None
-
-
-def _clean(value: Any) -> Any:
-    """The same with None for NaN and infinity, which JSON does not know."""
-    if isinstance(value, Mapping):
-        return {str(key): _clean(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_clean(each) for each in value]
-    if isinstance(value, float):
-        return number(value)
-    return value
 
 
 def _is_json(value: Any) -> bool:

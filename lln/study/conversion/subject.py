@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lln.study.conversion.masking import Masking
 from lln.study.conversion.texts import (
     Batches,
+    TooShort,
     articles,
     decoder_batches,
     encoder_batches,
@@ -233,17 +234,23 @@ def training_batches(
     """Sequences for so many updates, fewer if the text has fewer, and four batches apart.
 
     Those of a masked language model have tokens hidden, as it has always seen them.
+
+    Raises:
+        TooShort: The text does not fill two sequences.
     """
     limit = (updates + APART) * batch_size
     given = (subject.tokenizer, texts.learned(), length)
-    if subject.kind == "decoder":
-        found = decoder_batches(*given, batch_size=batch_size, limit=limit)
-    else:
-        options = {"batch_size": batch_size, "limit": limit, "every_piece": True, "fill": 0.5}
-        found = encoder_batches(*given, **options)
+    try:
+        if subject.kind == "decoder":
+            found = decoder_batches(*given, batch_size=batch_size, limit=limit)
+        else:
+            options = {"batch_size": batch_size, "limit": limit, "every_piece": True, "fill": 0.5}
+            found = encoder_batches(*given, **options)
+    except TooShort as error:
+        raise TooShort(f"{texts.train} is too short to learn from: {error} (--length)") from None
     count = len(found.sequences)
     if count < 2:
-        raise ValueError(
+        raise TooShort(
             f"{texts.train} fills one sequence of {length} tokens, and one more is needed to "
             "measure errors; pass more text, or a smaller --length"
         )

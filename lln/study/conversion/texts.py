@@ -20,6 +20,10 @@ GROUP = 64  # articles that a tokenizer gets at once
 PIECE_OF_A_WORD = "a"  # what a tokenizer is asked to frame
 
 
+class TooShort(ValueError):
+    """There is not enough text for what is wanted; the message says how much there is."""
+
+
 def articles(place: str | os.PathLike[str], split: str | None = None) -> Iterator[str]:
     """Read the articles of a file or folder, one at a time; blank ones are left out.
 
@@ -160,7 +164,7 @@ def encoder_batches(
         limit: Most sequences; what comes after is not read.
 
     Raises:
-        ValueError: No text is long enough.
+        TooShort: No text is long enough.
     """
     frame = Frame.of(tokenizer)
     room = frame.room(length)
@@ -173,7 +177,7 @@ def encoder_batches(
         if limit is not None and len(found) >= limit:
             break
     if not found:
-        raise ValueError(
+        raise TooShort(
             f"no text fills {fill:.0%} of length={length} tokens, the longest has {longest}; pass "
             "longer texts, or a smaller length"
         )
@@ -198,7 +202,7 @@ def decoder_batches(
         limit: Most windows; what comes after is not read.
 
     Raises:
-        ValueError: The texts do not fill one window.
+        TooShort: The texts do not fill one window.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     parts, count = [], 0
@@ -209,7 +213,7 @@ def decoder_batches(
             break
     windows = count // length if limit is None else min(limit, count // length)
     if not windows:
-        raise ValueError(
+        raise TooShort(
             f"the texts have {count} tokens, which do not fill a window of length={length}; pass "
             "more text, or a smaller length"
         )

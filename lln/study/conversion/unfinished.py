@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lln.records import files
-from lln.records.rows import Row, RowFile, read_rows
+from lln.records.rows import Row, RowFile, number, read_rows
 
 PROGRESS = ".progress"
 EVERY = 50  # updates between two writes of the seconds, as of the stages
@@ -69,10 +69,9 @@ class Unfinished:
         def remembered(model: Any) -> Row:
             self._calls += 1
             if self._calls > len(self._scores):
-                self._scores.append(measure(model))
-                rows = RowFile(self.folder / "scores.jsonl")
-                rows.write(self._scores[-1:])
-                rows.close()
+                self._scores.append(without_nan(measure(model)))
+                with contextlib.closing(RowFile(self.folder / "scores.jsonl")) as rows:
+                    rows.write(self._scores[-1:])
             self._since = time.perf_counter()
             return self._scores[self._calls - 1]
 
@@ -100,6 +99,17 @@ class Unfinished:
         self.out.replace(old)
         part.replace(self.out)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def without_nan(value: Any) -> Any:
+    """The same with None for NaN and infinity, which JSON does not know."""
+    if isinstance(value, Mapping):
+        return {str(key): without_nan(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(each) for each in value]
+    if isinstance(value, float):
+        return number(value)
+    return value
 
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) -> None:

@@ -208,6 +208,34 @@ def test_a_killed_run_goes_on_and_ends_as_one_in_one_go(
     )
 
 
+@pytest.mark.parametrize("changed", ["model", "text"])
+def test_an_unfinished_run_of_other_files_in_the_same_place_is_not_resumed(
+    place, tmp_path, changed, monkeypatch
+):
+    shutil.copytree(place / "bert", tmp_path / "bert")
+    shutil.copy(place / "words.jsonl", tmp_path)
+    told = unfinished.Unfinished.took
+
+    def killed(self, name, step, total):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(unfinished.Unfinished, "took", killed)
+    assert command(tmp_path, "bert", tmp_path / "out").exit_code == 130
+    monkeypatch.setattr(unfinished.Unfinished, "took", told)
+    if changed == "model":
+        torch.manual_seed(1)
+        hf.AutoModel.from_config(loud("bert", "AutoModel").config).save_pretrained(
+            tmp_path / "bert"
+        )
+    else:
+        lines = [json.dumps({"text": article(200, seed)}) + "\n" for seed in range(300, 500)]
+        (tmp_path / "words.jsonl").write_text("".join(lines), encoding="utf-8")
+    other = command(tmp_path, "bert", tmp_path / "out")
+    what = "files of the model" if changed == "model" else "text"
+    assert other.exit_code == 1 and f"was begun with digest of the {what}=" in said_by(other)
+    assert "pass another --out" in said_by(other)
+
+
 def test_layers_may_keep_softmax_beside_maps_of_what_there_was_before_rotation(place, tmp_path):
     more = ("--keep", "1", "--recover-steps", "0", "--set", "before_rotation=true")
     done = command(place, "llama", tmp_path / "out", *more)
@@ -269,6 +297,51 @@ def test_layers_are_compared_on_text_apart(place, family, updates, learned, apar
     assert learned is None or len(seen) == learned
     judged = " ".join(texts.held())
     assert own.tokenizer.decode(lessons.apart.sequences[0][5:40]) not in judged
+
+
+def plain(folder, words: int) -> Path:
+    """A .txt file of lines without headings, so that nothing tells where an article ends."""
+    lines = "\n".join(article(10, seed) for seed in range(words // 10))
+    (folder / "plain.txt").write_text(lines, encoding="utf-8")
+    return folder / "plain.txt"
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_text_without_articles_is_cut_into_pieces(place, tmp_path, family):
+    data = plain(tmp_path, 8000)
+    done = command(place, family, tmp_path / "out", "--data", str(data))
+    assert done.exit_code == 0, said_by(done)
+    if family == "bert":  # the last 400 words are held out, 62 fit beside [CLS] and [SEP]
+        found = read(tmp_path / "out")
+        assert found["stages"][-1]["texts"] == 6 and found["retrieval"]["articles"] == 3
+        assert found["stages"][-1]["similarity_correlation"] is not None
+        assert "is cut into pieces of 64 tokens" in done.stdout
+
+
+def test_too_few_texts_for_their_similarities_leave_them_out(place, tmp_path):
+    done = command(place, "bert", tmp_path / "out", "--data", str(plain(tmp_path, 2000)))
+    assert done.exit_code == 0, said_by(done)
+    found = read(tmp_path / "out")
+    assert found["stages"][-1]["texts"] == 2
+    assert found["stages"][-1]["similarity_correlation"] is None
+    assert "similarities are compared among three texts or more" in done.stdout
+
+
+@pytest.mark.parametrize(("words", "said"), [(30, "is too short"), (60, "more text")])
+def test_a_text_that_is_too_short_is_named(place, tmp_path, words, said):
+    data = plain(tmp_path, words)
+    done = command(place, "bert", tmp_path / "out", "--data", str(data))
+    assert done.exit_code == 1
+    assert str(data) in said_by(done) and said in said_by(done), said_by(done)
+    assert "--length" in said_by(done) and not (tmp_path / "out" / "report.html").exists()
+
+
+def test_what_is_no_number_is_left_out_of_scores(tmp_path):
+    own = unfinished.Unfinished(tmp_path / "out", {})
+    assert own.once(lambda model: {"cosine_mean": float("nan"), "texts": 1})(None) == {
+        "cosine_mean": None,
+        "texts": 1,
+    }
 
 
 def broken(place, tmp_path, kind: str):
