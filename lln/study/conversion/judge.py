@@ -110,6 +110,11 @@ class EncoderJudge:
             return ()
 
     @property
+    def sequences(self) -> Sequence[np.ndarray]:
+        """The ids that judge."""
+        return self.judged.sequences
+
+    @property
     def tokens(self) -> int:
         """Tokens of one pass over what is judged."""
         return sum(map(len, self.judged.sequences))
@@ -191,6 +196,11 @@ class DecoderJudge:
                 f"The held-out text has {len(self.ids)} tokens, less than a window of "
                 f"{self.window}: perplexity is uncertain, and positions end there."
             )
+
+    @property
+    def sequences(self) -> Sequence[np.ndarray]:
+        """The ids that judge."""
+        return [self.ids.numpy()]
 
     @property
     def tokens(self) -> int:

@@ -29,7 +29,12 @@ from lln.study.conversion.subject import (
     training_batches,
 )
 from lln.study.conversion.told import Told, duration
-from lln.study.conversion.unfinished import Unfinished, without_nan
+from lln.study.conversion.unfinished import (
+    Unfinished,
+    digest,
+    digest_of_weights,
+    without_nan,
+)
 from lln.study.inspect.model import quiet
 from lln.study.page import render
 from lln.study.train.runlog import append_row, thinned
@@ -64,12 +69,17 @@ def convert_and_judge(settings: Settings, say: Callable[[str], None] = print) ->
     subject = load_subject(settings.model, device)
     texts = find_texts(settings.data, settings.held_out)
     length = subject.length(settings.length)
-    unfinished = Unfinished(settings.out, settings.decisive())
+    sizes = {"length": length, "batch_size": settings.batch_size}
+    judge = judge_of(subject, texts, **sizes, articles=settings.judge_articles)
+    updates = CALIBRATION + settings.transfer_steps + settings.recover_steps
+    lessons = training_batches(subject, texts, **sizes, updates=updates, seed=settings.seed)
+    read = [*lessons.batches.sequences, *lessons.apart.sequences, *judge.sequences]
+    contents = {
+        "digest of the files of the model": digest_of_weights(settings.model),
+        "digest of the text": digest(ids.tobytes() for ids in read),
+    }
+    unfinished = Unfinished(settings.out, {**settings.decisive(), **contents})
     with unfinished.held():
-        sizes = {"length": length, "batch_size": settings.batch_size}
-        judge = judge_of(subject, texts, **sizes, articles=settings.judge_articles)
-        updates = CALIBRATION + settings.transfer_steps + settings.recover_steps
-        lessons = training_batches(subject, texts, **sizes, updates=updates, seed=settings.seed)
         on_device, apart = (OnDevice(x, device) for x in (lessons.batches, lessons.apart))
         _tell(settings, subject, judge, on_device, length, unfinished.resumed, say)
         done = _convert(settings, judge, on_device, apart, subject, unfinished)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lln.records import files
 from lln.records.rows import Row, RowFile, number, read_rows
 
 PROGRESS = ".progress"
+BLOCK = 2**22  # bytes of a file that are read at once
 EVERY = 50  # updates between two writes of the seconds, as of the stages
 
 
@@ -22,7 +24,7 @@ class Unfinished:
 
     Args:
         out: Folder of the converted model, not there yet or begun by the same settings.
-        settings: What decides the result.
+        settings: What decides the result, with a digest of each content that a path may hide.
 
     Raises:
         ValueError: ``out`` holds something else.
@@ -99,6 +101,27 @@ class Unfinished:
         self.out.replace(old)
         part.replace(self.out)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def digest_of_weights(folder: Path) -> str:
+    """A digest of the files that make a model: another one in the same place has another."""
+    return digest(_blocks([folder / "config.json", *sorted(folder.glob("*.safetensors"))]))
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    """The first digits of SHA-256 of all parts, one after the other."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()[:16]
+
+
+def _blocks(paths: Iterable[Path]) -> Iterator[bytes]:
+    for path in paths:
+        yield path.name.encode()
+        with path.open("rb") as stream:
+            while block := stream.read(BLOCK):
+                yield block
 
 
 def without_nan(value: Any) -> Any:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import lln.hf
 from lln.cli import app as cli
+from lln.records import files
 from lln.records.rows import read_rows
 from lln.study.conversion import needles, run, subject, unfinished
 from lln.study.conversion.run import convert_and_judge
@@ -415,7 +416,7 @@ def test_a_folder_with_files_is_left_alone(place, tmp_path):
 def test_two_processes_do_not_write_one_folder(place, tmp_path):
     settings = Settings(place / "bert", place / "words.jsonl", tmp_path / "out", cost_length=0)
     with (
-        unfinished.Unfinished(settings.out, settings.decisive()).held(),
+        files.held(settings.out / unfinished.PROGRESS / "lock"),
         pytest.raises(ValueError, match="is being written by process"),
     ):
         convert_and_judge(settings)
