@@ -131,9 +131,9 @@ class EncoderJudge:
             found |= masked_scores(model, self.judged, masking, label="hidden tokens")
         return found
 
-    def agreement(self, scores: Row) -> float:
-        """What ``--require`` compares: 1 is as good as the teacher."""
-        return scores["cosine_mean"]
+    def agreement(self, scores: Row) -> float | None:
+        """What ``--require`` compares: 1 is as good as the teacher; None if it is not known."""
+        return scores.get("cosine_mean")
 
     def finish(self, student: Any) -> Row:
         """Everything else: branches alone, near shares, retrieval, STS-B."""
@@ -212,9 +212,10 @@ class DecoderJudge:
         options = {"window": self.window, "stride": self.window // 2}
         return decoders.perplexity(model, self.ids, **options, label="judging")
 
-    def agreement(self, scores: Row) -> float:
+    def agreement(self, scores: Row) -> float | None:
         """What ``--require`` compares: the teacher's perplexity over that of the student."""
-        return scores["teacher_perplexity"] / scores["perplexity"]
+        own, wanted = scores.get("perplexity"), scores.get("teacher_perplexity")
+        return None if own is None or wanted is None else wanted / own
 
     def finish(self, student: Any) -> Row:
         """Everything else: branches alone, near shares, positions, needles, texts."""

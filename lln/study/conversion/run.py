@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from lln.study.conversion.settings import Settings
 from lln.study.conversion.subject import (
     OnDevice,
     Subject,
+    copy_beside,
     drawn_anew,
     find_texts,
     load_subject,
@@ -46,6 +50,9 @@ CALIBRATION = 4  # batches from which α, β and γ are measured
 TRANSFER_PASSES, RECOVER_PASSES = 2.0, 5.0
 SHORTEST, LONGEST_ON_CPU, LONGEST_ON_GPU = 128, 4096, 32768  # tokens at which cost is measured
 CURVE_POINTS = 400
+DEVICES = re.compile(r"cpu|cuda(:\d+)?")
+NOT_JUDGED: Row = {"branches": {}, "near_shares": []}
+NOT_TIMED: Row = {"forward_cost": [], "decode_cost": []}
 
 
 def convert_and_judge(settings: Settings, say: Callable[[str], None] = print) -> Row:
@@ -82,25 +89,51 @@ def convert_and_judge(settings: Settings, say: Callable[[str], None] = print) ->
     with unfinished.held():
         on_device, apart = (OnDevice(x, device) for x in (lessons.batches, lessons.apart))
         _tell(settings, subject, judge, on_device, length, unfinished.resumed, say)
-        done = _convert(settings, judge, on_device, apart, subject, unfinished)
-        found = _findings(settings, subject, judge, done, unfinished)
-        found |= {"corpus": texts.corpus, "text": texts.words}
-        say("judging: branches alone, shares of heads, and what the teacher is asked too")
-        found |= judge.finish(done.model)
-        found |= _costs(settings, subject, judge, done.model, say)
-        found |= {"notes": judge.notes, **_origin(device)}
-        found["seconds"] = round(time.perf_counter() - started, 1)
-        found = without_nan(found)
-        unfinished.publish(lambda folder: _write(folder, found, done.model, subject))
-    if settings.results is not None:
+        attempts = Attempts(say)
+        done = _convert(settings, judge, on_device, apart, subject, unfinished, attempts)
+        with unfinished.published() as folder:
+            _save(folder, done.model, subject, settings)
+            found = _findings(settings, subject, judge, done, unfinished)
+            found |= {"corpus": texts.corpus, "text": texts.words}
+            say("judging: branches alone, shares of heads, and what the teacher is asked too")
+            found |= attempts("judging", lambda: judge.finish(done.model), NOT_JUDGED)
+            costs = functools.partial(_costs, settings, subject, judge, done.model, say)
+            found |= attempts("measuring time and memory", costs, NOT_TIMED)
+            found |= {"notes": [*judge.notes, *attempts.failures], **_origin(device)}
+            found["seconds"] = round(time.perf_counter() - started, 1)
+            found = without_nan(found)
+            _write(folder, found)
+    if settings.results is not None and attempts.failures:
+        say("no result row was written, for not all of it was measured")
+    elif settings.results is not None:
         append_row(settings.results / "conversion.jsonl", row_of(found))
     return found
+
+
+@dataclass
+class Attempts:
+    """Measurements that may fail: a conversion is worth more than what is said of it."""
+
+    say: Callable[[str], None]
+    failures: list[str] = field(default_factory=list)
+
+    def __call__(self, what: str, measure: Callable[[], Row], otherwise: Row) -> Row:
+        """What ``measure`` finds; after an error, which is told, ``otherwise``."""
+        try:
+            return measure()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            self.failures.append(f"{what} failed, the model is converted all the same: {reason}")
+            self.say(self.failures[-1])
+            return otherwise
 
 
 def _device(settings: Settings) -> str:
     if settings.precision not in PRECISIONS:
         raise ValueError(f"--precision {settings.precision} is unknown; choose fp32 or bf16")
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not DEVICES.fullmatch(device):
+        raise ValueError(f"--device {device} is unknown; choose cpu, cuda, or one such as cuda:0")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {device}: torch finds no CUDA device here; choose cpu")
     return device
@@ -151,8 +184,14 @@ def _convert(
     apart: OnDevice,
     subject: Subject,
     unfinished: Unfinished,
+    attempts: Attempts,
 ) -> Conversion:
     told = Told()
+
+    def measure(model: Any) -> Row:
+        if not getattr(model.config, "lln", None):
+            return judge.measure(model)  # before any work: nothing is lost
+        return attempts("judging a stage", lambda: judge.measure(model), {})
 
     def progress(stage: str, step: int, total: int, value: float) -> None:
         unfinished.took(stage, step, total)
@@ -183,7 +222,7 @@ def _convert(
             recover_options={"embeddings": True, **recover_options} if scratch else recover_options,
             held_out=apart,
             folder=unfinished.folder,
-            measure=unfinished.once(judge.measure),
+            measure=unfinished.once(measure),
             progress=progress,
         )
     finally:
@@ -198,7 +237,7 @@ def _findings(
               for row in done.stages]  # fmt: skip
     if judge.kind == "decoder":
         for row in stages:
-            row["teacher_perplexity"] = stages[0]["perplexity"]
+            row["teacher_perplexity"] = stages[0].get("perplexity")
     length = subject.length(settings.length)
     steps = CALIBRATION + settings.transfer_steps + settings.recover_steps
     return {
@@ -258,7 +297,7 @@ def _costs(
     first = min(SHORTEST, most)
     lengths = [first << power for power in range(32) if first and first << power <= most]
     if not lengths:
-        return {"forward_cost": [], "decode_cost": []}
+        return NOT_TIMED
     say(f"measuring time and memory at {lengths[0]:,} to {lengths[-1]:,} tokens")
     found: Row = {
         "forward_cost": forward_cost(judge.teacher, student, lengths, label="forward pass"),
@@ -279,13 +318,18 @@ def _origin(device: str) -> Row:
     }
 
 
-def _write(folder: Path, found: Row, model: Any, subject: Subject) -> None:
-    """Fill the folder of the result."""
+def _save(folder: Path, model: Any, subject: Subject, settings: Settings) -> None:
+    """Write the model, its tokenizer, and what stood beside the softmax model."""
     import transformers
 
+    copy_beside(settings.model, folder, leave_out=settings.out)
     with quiet(transformers):
         model.save_pretrained(folder)
         subject.tokenizer.save_pretrained(folder)
+
+
+def _write(folder: Path, found: Row) -> None:
+    """Write what was measured."""
     files.write_text(folder / "conversion.json", json.dumps(found, indent=1, allow_nan=False))
     files.write_text(folder / "report.html", render(page.build(found)))
 

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,13 @@ from lln.study.conversion.texts import (
     whole_text,
 )
 from lln.study.data import text
-from lln.study.inspect.model import PICKLES, load, load_tokenizer
+from lln.study.inspect.model import (
+    PICKLES,
+    TOKENIZER_FILES,
+    CannotInspect,
+    load,
+    load_tokenizer,
+)
 
 # What the name of an architecture ends with -> the class that loads it.
 HEADS = {
@@ -32,6 +39,13 @@ HEADS = {
     "LMHeadModel": "AutoModelForCausalLM",
     "Model": "AutoModel",
 }
+# Tables of positions by the end of their name: BERT and its kin, GPT-2, OPT, the first GPT.
+POSITIONS = ("position_embeddings", "wpe", "embed_positions", "positions_embed")
+# Files with weights of the softmax model, in whatever form; an index names the parts of one.
+WEIGHTS = (
+    *("*.safetensors", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.tflite"),
+    *("*.index.json", *PICKLES),
+)
 APART = 4  # batches for the error of layers
 USUAL_LENGTH = {"encoder": 512, "decoder": 2048}  # a decoder as long as it is judged at
 
@@ -103,9 +117,54 @@ def load_subject(folder: Path, device: str) -> Subject:
     model = load(folder, auto_class=auto_class).model
     if not _takes_text(model):
         raise ValueError(f"{folder} has a {type(model).__name__}, which does not read text")
-    tokenizer = load_tokenizer(folder)
+    tokenizer = _tokenizer(folder)
     longest, table = _positions(model)
     return Subject(model.to(device), tokenizer, folder.absolute().name, auto_class, longest, table)
+
+
+def _tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder; without its files transformers may make one that knows no word."""
+    vocabularies = [name for name in TOKENIZER_FILES if name != "tokenizer_config.json"]
+    try:
+        found = load_tokenizer(folder)
+    except CannotInspect:
+        if any((folder / name).exists() for name in vocabularies):
+            raise
+        found = None
+    if found is None or len(found) <= len(found.all_special_ids):
+        raise ValueError(
+            f"{folder} has no tokenizer: a file with its vocabulary, such as tokenizer.json or "
+            "vocab.txt, is missing; write it there with tokenizer.save_pretrained(folder)"
+        )
+    return found
+
+
+def copy_beside(model: Path, folder: Path, *, leave_out: Path) -> None:
+    """Copy what stands beside the weights of a model, such as the modules of sentence-transformers.
+
+    Weights of these modules are copied, other weights and hidden folders are not.
+
+    Args:
+        leave_out: A folder, perhaps inside ``model``, that is not looked into.
+    """
+    modules = _module_folders(model)
+    for path in model.rglob("*"):
+        place = path.relative_to(model)
+        hidden = any(part.startswith(".") for part in place.parts[:-1])
+        if not path.is_file() or hidden or path.resolve().is_relative_to(leave_out.resolve()):
+            continue
+        if place.parent.name in modules or not any(path.match(weights) for weights in WEIGHTS):
+            (folder / place).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, folder / place)
+
+
+def _module_folders(model: Path) -> set[str]:
+    """Folders of the modules of a SentenceTransformer beside its encoder; none of other models."""
+    try:
+        entries = json.loads((model / "modules.json").read_text(encoding="utf-8"))
+        return {entry["path"] for entry in entries} - {""}
+    except (OSError, ValueError, TypeError, KeyError):
+        return set()
 
 
 def drawn_anew(model: Any) -> Any:
@@ -141,9 +200,10 @@ def _positions(model: Any) -> tuple[int | None, bool]:
     """How many positions a model has, and whether they are rows of a table."""
     limit = getattr(model.config, "max_position_embeddings", None)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and name.endswith(("position_embeddings", "wpe")):
+        if isinstance(module, nn.Embedding) and name.endswith(POSITIONS):
+            # RoBERTa counts from behind the padding, OPT from an offset.
             first = 0 if module.padding_idx is None else module.padding_idx + 1
-            return module.num_embeddings - first, True  # RoBERTa counts from behind the padding
+            return module.num_embeddings - getattr(module, "offset", first), True
     return limit, False
 
 

@@ -87,14 +87,15 @@ class Unfinished:
             self._since = now
             files.write_text(self.folder / "seconds.json", json.dumps(self.seconds))
 
-    def publish(self, write: Callable[[Path], None]) -> None:
-        """Write the result beside ``out`` and put it in its place at once; progress goes."""
+    @contextlib.contextmanager
+    def published(self) -> Iterator[Path]:
+        """A folder beside ``out`` that takes its place after the block; progress goes then."""
         part, old = (self.out.with_name(f".{self.out.name}.{word}") for word in ("part", "old"))
         for rest in (part, old):
             shutil.rmtree(rest, ignore_errors=True)
         part.mkdir(parents=True)
         try:
-            write(part)
+            yield part
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import runpy
@@ -17,7 +18,7 @@ import lln.hf
 from lln.cli import app as cli
 from lln.records import files
 from lln.records.rows import read_rows
-from lln.study.conversion import needles, run, subject, unfinished
+from lln.study.conversion import judge, needles, run, subject, unfinished
 from lln.study.conversion.run import convert_and_judge
 from lln.study.conversion.settings import Settings
 from tests.hf.conversion.loud import loud
@@ -192,10 +193,10 @@ def test_a_killed_run_goes_on_and_ends_as_one_in_one_go(
     before = run.judge_of
 
     def counted(*args, **options):
-        judge = before(*args, **options)
-        own = judge.measure
-        judge.measure = lambda model: measured.append(1) or own(model)
-        return judge
+        found = before(*args, **options)
+        own = found.measure
+        found.measure = lambda model: measured.append(1) or own(model)
+        return found
 
     monkeypatch.setattr(run, "judge_of", counted)
     done = command(place, "bert", out)
@@ -360,6 +361,10 @@ def broken(place, tmp_path, kind: str):
         config["architectures"] = ["BertForSequenceClassification"]
     if kind == "converted":
         config["lln"] = [{}]
+    if kind in ("words", "half"):
+        (folder / "tokenizer.json").unlink()
+    if kind == "words":
+        (folder / "tokenizer_config.json").unlink()
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
@@ -372,6 +377,8 @@ def broken(place, tmp_path, kind: str):
         ("empty", r"has no \*\.safetensors"),
         ("head", "has a BertForSequenceClassification"),
         ("converted", "was converted before"),
+        ("words", r"has no tokenizer.*tokenizer\.save_pretrained"),
+        ("half", r"has no tokenizer.*tokenizer\.save_pretrained"),
     ],
 )
 def test_a_wrong_folder_is_refused(place, tmp_path, kind, said):
@@ -389,6 +396,8 @@ def test_a_wrong_folder_is_refused(place, tmp_path, kind, said):
         (("--data", "nowhere.txt"), "data=nowhere.txt does not exist"),
         (("--length", "4096"), "more than the 128 positions"),
         (("--precision", "fp8"), "--precision fp8 is unknown"),
+        (("--device", "foo"), "--device foo is unknown; choose cpu, cuda"),
+        (("--device", "cpu:x"), "--device cpu:x is unknown; choose cpu, cuda"),
         (("--attention", "linformr"), "linformr"),
         (("--set", "diag_blok=3"), "diag_blok"),
         (("--keep", "9"), "keep=9 of 2 layers"),
@@ -434,6 +443,74 @@ def test_a_report_that_fails_leaves_nothing_half_done(place, tmp_path, monkeypat
     assert [path.name for path in out.iterdir()] == [unfinished.PROGRESS]
     monkeypatch.undo()
     assert command(place, "bert", out).exit_code == 0
+
+
+def test_what_stands_beside_the_weights_is_kept(place, tmp_path):
+    folder = tmp_path / "bert"
+    shutil.copytree(place / "bert", folder)
+    kept = ["README.md", "1_Pooling/config.json", "2_Dense/model.safetensors", "own/words.txt"]
+    modules = [{"idx": i, "path": path} for i, path in enumerate(["", "1_Pooling", "2_Dense"])]
+    (folder / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
+    old = ["pytorch_model.bin", "onnx/model.onnx", "model.safetensors.index.json", ".git/config"]
+    for name in (*kept, *old, "training_args.bin"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(name, encoding="utf-8")
+    none = ("--transfer-steps", "0", "--recover-steps", "0")
+    done = command(tmp_path, "bert", folder / "out", "--data", str(place / "words.jsonl"), *none)
+    assert done.exit_code == 0, said_by(done)
+    out = folder / "out"
+    assert [(out / name).read_text(encoding="utf-8") for name in kept] == kept
+    assert (out / "modules.json").exists() and not (out / "out").exists()
+    assert not [name for name in (*old, "training_args.bin") if (out / name).exists()]
+    lln.hf.load(out)
+
+
+def test_an_opt_is_judged_and_timed_within_its_positions(place, tmp_path, monkeypatch):
+    quick = functools.partial(run.forward_cost, min_seconds=0.0, with_memory=False)
+    monkeypatch.setattr(run, "forward_cost", quick)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 48}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = hf.OPTConfig(
+        vocab_size=99, max_position_embeddings=128, word_embed_proj_dim=32, **sizes, **tokens
+    )
+    model = hf.OPTForCausalLM(config)
+    assert subject._positions(model) == (128, True)
+    model.save_pretrained(tmp_path / "opt")
+    tokenizer_of(needles.NAMES, frame=False).save_pretrained(tmp_path / "opt")
+    more = ("--data", str(place / "words.jsonl"), "--cost-length", "4096")
+    done = command(tmp_path, "opt", tmp_path / "out", *more)
+    assert done.exit_code == 0, said_by(done)
+    assert [row["N"] for row in read(tmp_path / "out")["forward_cost"]] == [128]
+    done = command(tmp_path, "opt", tmp_path / "more", *more, "--length", "129")
+    assert done.exit_code == 1 and "more than the 128 positions" in said_by(done)
+
+
+@pytest.mark.parametrize("part", ["forward_cost", "finish", "measure"])
+def test_judging_that_fails_leaves_the_model_and_is_told(place, tmp_path, monkeypatch, part):
+    def fails(*_, **__):
+        raise IndexError("index out of range in self")
+
+    if part == "forward_cost":
+        monkeypatch.setattr(run, "forward_cost", fails)
+    elif part == "finish":
+        monkeypatch.setattr(judge.EncoderJudge, "finish", fails)
+    else:
+        own = judge.EncoderJudge.measure
+
+        def of_softmax_alone(self, model):
+            return fails() if getattr(model.config, "lln", None) else own(self, model)
+
+        monkeypatch.setattr(judge.EncoderJudge, "measure", of_softmax_alone)
+    out = tmp_path / "out"
+    more = ("--results", str(tmp_path / "results"), "--require", "0.01")
+    more += ("--cost-length", "64") if part == "forward_cost" else ()
+    done = command(place, "bert", out, *more)
+    assert done.exit_code == (1 if part == "measure" else 0), said_by(done)
+    assert not (tmp_path / "results").exists()
+    assert "IndexError: index out of range in self" in done.stdout
+    assert any("IndexError" in note for note in read(out)["notes"])
+    assert "IndexError" in (out / "report.html").read_text(encoding="utf-8")
+    lln.hf.load(out)
 
 
 def test_roberta_counts_its_positions_from_behind_the_padding():
