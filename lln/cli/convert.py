@@ -136,7 +136,9 @@ def _keep(name: str, text: str) -> int | str:
 
 def _show(found: dict[str, Any], out: Path) -> None:
     from lln.cli.tables import show_tables
+    from lln.study.conversion.gain import gain_words
     from lln.study.conversion.page import score_tables
 
     show_tables(score_tables(found))
+    typer.echo(gain_words(found))
     typer.echo(f"model {out}, report {out / 'report.html'}, numbers {out / 'conversion.json'}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lln.study.conversion.gain import gain_lines, gain_words
 from lln.study.page import Block, Page, Plot, Plots, Section, Table, Text
 from lln.study.plots.heat_map import heat_map
 from lln.study.plots.lines import Axis
@@ -108,7 +109,7 @@ def _lede(found: Found) -> str:
     begun = "; weights drawn anew, from scratch" if found.get("from_scratch") else ""
     return (
         f"{what} on held-out text; {layers}{near}{begun}; {found['tokens']:,} tokens of "
-        "conversion. Every number on this page was measured by the run that wrote it."
+        f"conversion. {gain_words(found)} Every number on this page was measured by the run that wrote it."
     )
 
 
@@ -162,6 +163,7 @@ def _beside(found: Found) -> list[Table]:
         title = f"{branch} keys alone, {'cosine' if score == 'cosine_mean' else score}"
         whole = found["stages"][0][score]
         lines.append([title, _number(whole, 4), _number(own[score], 4)])
+    lines += gain_lines(found)
     return [Table(["", TEACHER, STUDENT], lines, "Beside the softmax model")] if lines else []
 
 

@@ -251,6 +251,7 @@ def _findings(
         "kept": done.kept,
         "kept_heads": {str(layer): list(heads) for layer, heads in done.kept_heads.items()},
         "length": length,
+        "positions": subject.longest if subject.table else None,
         "batch_size": settings.batch_size,
         "transfer_steps": settings.transfer_steps,
         "recover_steps": settings.recover_steps,
@@ -297,7 +298,7 @@ def _costs(
     first = min(SHORTEST, most)
     lengths = [first << power for power in range(32) if first and first << power <= most]
     if not lengths:
-        return NOT_TIMED
+        return dict(NOT_TIMED)
     say(f"measuring time and memory at {lengths[0]:,} to {lengths[-1]:,} tokens")
     found: Row = {
         "forward_cost": forward_cost(judge.teacher, student, lengths, label="forward pass"),

@@ -18,7 +18,7 @@ import lln.hf
 from lln.cli import app as cli
 from lln.records import files
 from lln.records.rows import read_rows
-from lln.study.conversion import judge, needles, run, subject, unfinished
+from lln.study.conversion import gain, judge, needles, run, subject, unfinished
 from lln.study.conversion.run import convert_and_judge
 from lln.study.conversion.settings import Settings
 from tests.hf.conversion.loud import loud
@@ -111,6 +111,9 @@ def test_the_report_has_the_numbers_of_the_file(converted, family):
         assert f"{sum(values) / len(values):.3f}" in page
     for own in found["branches"].values():
         assert f"{own[score]:.4f}" in page and f"{own[score]:.4f}" in printed
+    words = gain.gain_words(found)  # of time and memory, at the head and on the terminal
+    assert words in " ".join(printed.split()) and page.index(words) < page.index("<h2")
+    assert all(cell in printed and cell in page for line in gain.gain_lines(found) for cell in line)
     assert len(found["near_shares"]) == 2 * 4
     assert page.count('id="shares-cell-') == 2 * 4
     assert "http://" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
@@ -478,7 +481,8 @@ def test_an_opt_is_judged_and_timed_within_its_positions(place, tmp_path, monkey
     model.save_pretrained(tmp_path / "opt")
     tokenizer_of(needles.NAMES, frame=False).save_pretrained(tmp_path / "opt")
     more = ("--data", str(place / "words.jsonl"), "--cost-length", "4096")
-    done = command(tmp_path, "opt", tmp_path / "out", *more)
+    none = ("--transfer-steps", "0", "--recover-steps", "0")
+    done = command(tmp_path, "opt", tmp_path / "out", *more, *none)
     assert done.exit_code == 0, said_by(done)
     assert [row["N"] for row in read(tmp_path / "out")["forward_cost"]] == [128]
     done = command(tmp_path, "opt", tmp_path / "more", *more, "--length", "129")
