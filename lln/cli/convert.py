@@ -16,8 +16,14 @@ def convert(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL_FOLDER", help="A local Hugging Face model.")
     ],
-    data: Annotated[Path, typer.Option(help="Text: a file, or a folder with files per split.")],
     out: Annotated[Path, typer.Option(help="Folder of the converted model and its report.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text: a file, or a folder with files per split; default LLN_DATA, else the "
+            "bundled Tiny Shakespeare, to try it out."
+        ),
+    ] = None,
     length: Annotated[
         int | None, typer.Option(min=8, help="Tokens; default 512, decoders 2,048.")
     ] = None,

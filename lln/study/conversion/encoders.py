@@ -63,8 +63,8 @@ def compare_embeddings(
     Returns:
         ``cosine_mean``, ``cosine_p5`` (5th percentile), ``cosine_min`` of a text's two embeddings;
         ``similarity_correlation``, Pearson's, of the similarities of all pairs of texts (NaN for
-        fewer than ``PAIRED`` texts); ``token_nmse`` = Σ‖student − teacher‖² / Σ‖teacher‖² over the last
-        hidden states of real tokens; ``texts``, ``tokens``.
+        fewer than ``PAIRED`` texts); ``token_nmse`` = Σ‖student − teacher‖² / Σ‖teacher‖² over the
+        last hidden states of real tokens; ``texts``, ``tokens``.
     """
     found: list[tuple[Tensor, Tensor]] = []
     error = size = tokens = 0.0

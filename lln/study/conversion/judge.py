@@ -119,6 +119,13 @@ class EncoderJudge:
         """Tokens of one pass over what is judged."""
         return sum(map(len, self.judged.sequences))
 
+    def work(self, stages: int) -> tuple[float, float]:
+        """About how many tokens the teacher and the student read, with so many stages."""
+        passes = 2 if self.subject.predicts_hidden_tokens else 1
+        halves = 2
+        alone = len(branches.BRANCHES)
+        return (passes + halves) * self.tokens, (passes * (stages + alone) + halves) * self.tokens
+
     def measure(self, model: Any) -> Row:
         """Scores after a stage; those of the untouched model are its agreement with itself."""
         untouched = not getattr(model.config, "lln", None)
@@ -207,6 +214,16 @@ class DecoderJudge:
         """Tokens of one pass over what is judged: windows overlap by half."""
         return 2 * len(self.ids)
 
+    def work(self, stages: int) -> tuple[float, float]:
+        """About how many tokens the teacher and the student read, with so many stages."""
+        length = min(self.window, len(self.ids))
+        distances = max(length.bit_length() - 4, 1)
+        both = len(self.ids) + self._needle_count() * distances * length  # positions, needles
+        return self.tokens + both, (stages + len(branches.BRANCHES)) * self.tokens + both
+
+    def _needle_count(self) -> int:
+        return 32 if self.teacher.device.type == "cuda" else 8
+
     def measure(self, model: Any) -> Row:
         """Perplexity after a stage."""
         options = {"window": self.window, "stride": self.window // 2}
@@ -232,7 +249,7 @@ class DecoderJudge:
                 )
                 for name, model in models.items()
             },
-            "needles": self._needles(models, min(self.window, len(self.ids)), 32 if on_gpu else 8),
+            "needles": self._needles(models, min(self.window, len(self.ids)), self._needle_count()),
             "texts": decoders.side_by_side(
                 self.teacher,
                 student,

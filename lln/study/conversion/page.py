@@ -109,7 +109,8 @@ def _lede(found: Found) -> str:
     begun = "; weights drawn anew, from scratch" if found.get("from_scratch") else ""
     return (
         f"{what} on held-out text; {layers}{near}{begun}; {found['tokens']:,} tokens of "
-        f"conversion. {gain_words(found)} Every number on this page was measured by the run that wrote it."
+        f"conversion. {gain_words(found)} Every number on this page was measured by the run that "
+        "wrote it."
     )
 
 

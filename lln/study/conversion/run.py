@@ -21,6 +21,7 @@ from lln.hf.conversion.convert import Conversion
 from lln.records import files, machine
 from lln.study.conversion import page
 from lln.study.conversion.cost import decode_cost, forward_cost
+from lln.study.conversion.estimate import cost_seconds, try_out
 from lln.study.conversion.judge import Judge, judge_of
 from lln.study.conversion.settings import Settings
 from lln.study.conversion.subject import (
@@ -46,8 +47,6 @@ from lln.study.train.runlog import append_row, thinned
 Row = dict[str, Any]
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 CALIBRATION = 4  # batches from which α, β and γ are measured
-# Time of an update in forward passes of its batch, roughly: for what is told before the start.
-TRANSFER_PASSES, RECOVER_PASSES = 2.0, 5.0
 SHORTEST, LONGEST_ON_CPU, LONGEST_ON_GPU = 128, 4096, 32768  # tokens at which cost is measured
 CURVE_POINTS = 400
 DEVICES = re.compile(r"cpu|cuda(:\d+)?")
@@ -75,6 +74,11 @@ def convert_and_judge(settings: Settings, say: Callable[[str], None] = print) ->
     device = _device(settings)
     subject = load_subject(settings.model, device)
     texts = find_texts(settings.data, settings.held_out)
+    if texts.train is None:
+        say(
+            f"without --data it learns from {texts.corpus}, to try it out; text like that which "
+            "the model will read makes a better one"
+        )
     length = subject.length(settings.length)
     sizes = {"length": length, "batch_size": settings.batch_size}
     judge = judge_of(subject, texts, **sizes, articles=settings.judge_articles)
@@ -139,7 +143,6 @@ def _device(settings: Settings) -> str:
     return device
 
 
-@torch.no_grad()
 def _tell(
     settings: Settings,
     subject: Subject,
@@ -149,18 +152,7 @@ def _tell(
     resumed: bool,
     say: Callable[[str], None],
 ) -> None:
-    """Say what will be done and how long it takes, by one timed forward pass."""
-    subject.model(**batches[0])
-    start = time.perf_counter()
-    subject.model(**batches[0])
-    if batches.device.startswith("cuda"):
-        torch.cuda.synchronize()
-    forward = time.perf_counter() - start
-    tokens = settings.batch_size * length
-    learning = forward * (
-        TRANSFER_PASSES * settings.transfer_steps + RECOVER_PASSES * settings.recover_steps
-    )
-    judging = forward * judge.tokens / tokens * 12
+    """Say what will be done, and how long it takes if it begins."""
     used = (CALIBRATION + settings.transfer_steps + settings.recover_steps) * settings.batch_size
     again = len(batches.batches.sequences)
     epochs = f", {used / again:.1f} times the text" if again < used else ""
@@ -169,12 +161,64 @@ def _tell(
         f"{subject.name} ({type(subject.model).__name__}, "
         f"{subject.model.num_parameters():,} parameters{anew}): {settings.transfer_steps:,} "
         f"updates of transfer and {settings.recover_steps:,} of recovery, "
-        f"{used * length:,} tokens{epochs}; "
-        f"about {duration(learning)} on this machine, and {duration(judging)} to judge"
-        + ("; goes on where it was interrupted" if resumed else "")
+        f"{used * length:,} tokens{epochs}"
     )
     for note in judge.notes:
         say(note)
+    if resumed:
+        say("goes on where it was interrupted")
+        return
+    say("trying out a few updates, to tell how long it will take")
+    say(_estimate(settings, subject, judge, batches, length))
+
+
+def _estimate(
+    settings: Settings, subject: Subject, judge: Judge, batches: OnDevice, length: int
+) -> str:
+    """Say about how long everything takes, part by part."""
+    pace = try_out(_start(settings, subject), batches, _arguments(settings, judge))
+    tokens = settings.batch_size * length
+    steps = {"transfer_steps": settings.transfer_steps, "recover_steps": settings.recover_steps}
+    stages = 1 + sum(map(bool, (*steps.values(), settings.keep or settings.keep_heads)))
+    softmax, converted = judge.work(stages)
+    parts = {
+        "to learn": pace.learning(batches=CALIBRATION, **steps),
+        "to judge": (softmax * pace.softmax + converted * pace.converted) / tokens,
+        "to measure time and memory": cost_seconds(
+            pace, subject.model, _cost_lengths(settings, subject), tokens, length
+        ),
+    }
+    said = ", ".join(f"{duration(seconds)} {what}" for what, seconds in parts.items())
+    return f"about {duration(sum(parts.values()))} on this machine: {said}"
+
+
+def _start(settings: Settings, subject: Subject) -> Any:
+    """The model whose attention is exchanged."""
+    return drawn_anew(subject.model) if settings.from_scratch else subject.model
+
+
+def _arguments(settings: Settings, judge: Judge) -> Row:
+    """What :func:`lln.hf.convert` is asked for, but for model, batches and progress."""
+    precision = PRECISIONS[settings.precision]
+    scratch = settings.from_scratch
+    recover_options = {"precision": precision, **settings.recover_options}
+    return {
+        "teacher": judge.teacher if scratch else None,
+        "attention": settings.attention,
+        "options": settings.options,
+        "calibration": CALIBRATION,
+        "transfer_steps": settings.transfer_steps,
+        "transfer_options": {
+            "seed": settings.seed,
+            "precision": precision,
+            **settings.transfer_options,
+        },
+        "keep": settings.keep,
+        "keep_heads": settings.keep_heads,
+        "budget": settings.budget,
+        "recover_steps": settings.recover_steps,
+        "recover_options": {"embeddings": True, **recover_options} if scratch else recover_options,
+    }
 
 
 def _convert(
@@ -197,29 +241,12 @@ def _convert(
         unfinished.took(stage, step, total)
         told(stage, step, total, value)
 
-    precision = PRECISIONS[settings.precision]
     torch.manual_seed(settings.seed)
-    scratch = settings.from_scratch
-    recover_options = {"precision": precision, **settings.recover_options}
     try:
         return lln.hf.convert(
-            drawn_anew(subject.model) if scratch else subject.model,
+            _start(settings, subject),
             batches,
-            teacher=judge.teacher if scratch else None,
-            attention=settings.attention,
-            options=settings.options,
-            calibration=CALIBRATION,
-            transfer_steps=settings.transfer_steps,
-            transfer_options={
-                "seed": settings.seed,
-                "precision": precision,
-                **settings.transfer_options,
-            },
-            keep=settings.keep,
-            keep_heads=settings.keep_heads,
-            budget=settings.budget,
-            recover_steps=settings.recover_steps,
-            recover_options={"embeddings": True, **recover_options} if scratch else recover_options,
+            **_arguments(settings, judge),
             held_out=apart,
             folder=unfinished.folder,
             measure=unfinished.once(measure),
@@ -287,16 +314,21 @@ def curve(rows: Iterable[Row]) -> list[Row]:
     return thinned(points, CURVE_POINTS)
 
 
+def _cost_lengths(settings: Settings, subject: Subject) -> list[int]:
+    """Numbers of tokens at which time and memory are measured."""
+    usual = LONGEST_ON_GPU if subject.model.device.type == "cuda" else LONGEST_ON_CPU
+    most = usual if settings.cost_length is None else settings.cost_length
+    if subject.kind == "decoder" and subject.table and subject.longest is not None:
+        most = min(most, subject.longest)
+    first = min(SHORTEST, most)
+    return [first << power for power in range(32) if first and first << power <= most]
+
+
 def _costs(
     settings: Settings, subject: Subject, judge: Judge, student: Any, say: Callable[[str], None]
 ) -> Row:
     """Time and memory of both against the number of tokens."""
-    usual = LONGEST_ON_GPU if student.device.type == "cuda" else LONGEST_ON_CPU
-    most = usual if settings.cost_length is None else settings.cost_length
-    if judge.kind == "decoder" and subject.table and subject.longest is not None:
-        most = min(most, subject.longest)
-    first = min(SHORTEST, most)
-    lengths = [first << power for power in range(32) if first and first << power <= most]
+    lengths = _cost_lengths(settings, subject)
     if not lengths:
         return dict(NOT_TIMED)
     say(f"measuring time and memory at {lengths[0]:,} to {lengths[-1]:,} tokens")
@@ -305,6 +337,7 @@ def _costs(
         "decode_cost": [],
     }
     if judge.kind == "decoder":
+        most = subject.longest if subject.table else None
         contexts = [max(1, each - 32) if each == most else each for each in lengths]
         found["decode_cost"] = decode_cost(judge.teacher, student, contexts, label="decoding")
     return found

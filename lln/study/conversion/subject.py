@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -212,16 +213,16 @@ class Texts:
     """Articles to learn from, read as they are needed, and those to be judged by.
 
     Attributes:
-        train: Where they are.
+        train: Where they are; None is the text that comes with the package.
         split: Of ``train``: "train" leaves out the articles that are held out; None takes all.
         held_out: Where articles are that are never learned from.
         held_split: Of ``held_out``.
         corpus: Name of the text to learn from.
     """
 
-    train: Path
+    train: Path | None
     split: str | None
-    held_out: Path
+    held_out: Path | None
     held_split: str | None
     corpus: str
 
@@ -236,7 +237,7 @@ class Texts:
     @property
     def words(self) -> str:
         """Say where both come from."""
-        if self.held_split is None:
+        if self.held_split is None and self.held_out is not None:
             return f"learns from {self.corpus}, judged by {self.held_out.name}"
         if self.split is None:
             return f"learns from the files for train of {self.corpus}, judged by those for valid"
@@ -245,27 +246,31 @@ class Texts:
     def judged_text(self, count: int) -> str:
         """The first held-out articles as one text; as it stands in the file where all are taken."""
         found = list(itertools.islice(self.held(), count + 1))
-        if len(found) <= count and self.held_split is None and self.held_out.is_file():
-            return whole_text(self.held_out)
+        own = self.held_out if self.held_split is None else None
+        if len(found) <= count and own is not None and own.is_file():
+            return whole_text(own)
         return "\n\n".join(found[:count])
 
 
-def find_texts(data: Path, held_out: Path | None) -> Texts:
+def find_texts(data: Path | None, held_out: Path | None) -> Texts:
     """Say which text is learned from, and which is held out.
 
     Args:
-        data: A file, or a folder with files per split.
+        data: A file, or a folder with files per split; None looks at ``LLN_DATA``, then takes the
+            text that comes with the package.
         held_out: A file; otherwise the files for validation, or the end of the text.
 
     Raises:
         ValueError: There is no text, or the same text would be learned from.
     """
+    if data is None and os.environ.get("LLN_DATA"):
+        data = Path(os.environ["LLN_DATA"])
     corpus = text.find(data)
     if held_out is None:
         split = None if "valid" in corpus.files else "train"
         return Texts(data, split, data, "valid", corpus.name)
     other = text.find(held_out)
-    learned = {path.resolve() for path in corpus.files["train"]}
+    learned = {path.resolve() for path in corpus.files.get("train", ())}
     if any(path.resolve() in learned for path in other.files["train"]):
         raise ValueError(
             f"--held-out {held_out} is among the text to learn from, {data}; pass another file, or "
@@ -307,7 +312,8 @@ def training_batches(
             options = {"batch_size": batch_size, "limit": limit, "every_piece": True, "fill": 0.5}
             found = encoder_batches(*given, **options)
     except TooShort as error:
-        raise TooShort(f"{texts.train} is too short to learn from: {error} (--length)") from None
+        source = texts.train or texts.corpus
+        raise TooShort(f"{source} is too short to learn from: {error} (--length)") from None
     count = len(found.sequences)
     if count < 2:
         raise TooShort(

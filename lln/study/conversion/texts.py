@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lln.study.conversion.masking import Masking
-from lln.study.data import order, sources, text
+from lln.study.data import bundled, order, sources, text
 
 GROUP = 64  # articles that a tokenizer gets at once
 PIECE_OF_A_WORD = "a"  # what a tokenizer is asked to frame
@@ -24,7 +24,7 @@ class TooShort(ValueError):
     """There is not enough text for what is wanted; the message says how much there is."""
 
 
-def articles(place: str | os.PathLike[str], split: str | None = None) -> Iterator[str]:
+def articles(place: str | os.PathLike[str] | None, split: str | None = None) -> Iterator[str]:
     """Read the articles of a file or folder, one at a time; blank ones are left out.
 
     Files are those of training: .txt (WikiText at its headings), .jsonl with a field "text", and
@@ -32,6 +32,7 @@ def articles(place: str | os.PathLike[str], split: str | None = None) -> Iterato
     all of them, in the order of their names.
 
     Args:
+        place: None looks at ``LLN_DATA``, then takes the text that comes with the package.
         split: "train", "valid" or "test", as :class:`lln.study.data.text.Corpus` has them: where
             no file is named so, the end of the text is "valid". None reads everything.
 
@@ -41,13 +42,15 @@ def articles(place: str | os.PathLike[str], split: str | None = None) -> Iterato
     Example:
         >>> first = next(articles("data/wiki2015_valid.jsonl.xz"))
     """
-    corpus = text.find(Path(place))
+    corpus = text.find(place)
     if split is not None and split not in corpus.splits:
         raise ValueError(f"split={split!r} is not in {place}; there is {', '.join(corpus.splits)}")
-    files = corpus.files["train"]
-    found = (
-        corpus.articles(split) if split else (each for path in files for each in text.read(path))
-    )
+    if split:
+        found = iter(corpus.articles(split))
+    elif corpus.files:
+        found = (each for path in corpus.files["train"] for each in text.read(path))
+    else:
+        found = iter([bundled.text()])
     empty = True
     for article in found:
         if article.strip():

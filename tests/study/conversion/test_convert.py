@@ -18,9 +18,10 @@ import lln.hf
 from lln.cli import app as cli
 from lln.records import files
 from lln.records.rows import read_rows
-from lln.study.conversion import gain, judge, needles, run, subject, unfinished
+from lln.study.conversion import estimate, gain, judge, needles, run, subject, unfinished
 from lln.study.conversion.run import convert_and_judge
 from lln.study.conversion.settings import Settings
+from lln.study.data import bundled
 from tests.hf.conversion.loud import loud
 from tests.hf.tiny import make
 from tests.study.conversion.tiny_text import article, tokenizer_of
@@ -321,6 +322,45 @@ def test_a_text_without_articles_is_cut_into_pieces(place, tmp_path, family):
         assert found["stages"][-1]["texts"] == 6 and found["retrieval"]["articles"] == 3
         assert found["stages"][-1]["similarity_correlation"] is not None
         assert "is cut into pieces of 64 tokens" in done.stdout
+
+
+def test_without_data_the_bundled_text_is_taken_and_that_is_said(place, tmp_path, monkeypatch):
+    monkeypatch.delenv("LLN_DATA", raising=False)
+    none = ("--transfer-steps", "0", "--recover-steps", "0")
+    given = ["convert", str(place / "bert"), "--out", str(tmp_path / "out"), *QUICK, *none]
+    done = CliRunner().invoke(cli.app, given)
+    assert done.exit_code == 0, said_by(done)
+    assert "without --data it learns from tinyshakespeare" in done.stdout
+    assert read(tmp_path / "out")["corpus"].startswith("tinyshakespeare")
+    own = subject.find_texts(None, None)
+    assert not set("".join(own.held()).split("\n\n")) <= set("".join(own.learned()).split("\n\n"))
+    assert "".join(own.learned()) + "".join(own.held()) == bundled.text()
+
+
+def test_an_estimate_counts_what_is_done(place, monkeypatch):
+    """Trying out leaves the model as it was; the seconds of what was tried make the sum."""
+    own = subject.load_subject(place / "bert", "cpu")
+    texts = subject.find_texts(place / "words.jsonl", None)
+    sizes = {"length": 64, "batch_size": 2}
+    judged = judge.judge_of(own, texts, **sizes, articles=6)
+    lessons = subject.training_batches(own, texts, **sizes, updates=20, seed=0)
+    batches = subject.OnDevice(lessons.batches, "cpu")
+    options = {"diag_block": 16, "diag_overlap": 0, "slots": 16}
+    steps = {"transfer_steps": 8, "recover_steps": 5, "cost_length": 0}
+    settings = Settings(place / "bert", None, place / "no", options=options, **sizes, **steps)
+    before = {name: x.clone() for name, x in own.model.state_dict().items()}
+    pace = estimate.try_out(own.model, batches, run._arguments(settings, judged))
+    assert all(seconds > 0 for seconds in vars(pace).values())
+    assert all(torch.equal(x, before[name]) for name, x in own.model.state_dict().items())
+    assert not getattr(own.model.config, "lln", None)
+    made = estimate.Pace(softmax=1, converted=2, prepared=3, error=4, transfer=5, recover=6)
+    monkeypatch.setattr(run, "try_out", lambda *_: made)
+    said = run._estimate(settings, own, judged, batches, 64)
+    learned = 4 * (3 + 4) + 8 * 5 + 5 * 6
+    tokens = 6 * 64 / (2 * 64)  # of a pass over what is judged, in batches
+    passes = 3 * 1 + (3 + 2 + 2) * 2  # teacher and halves; stages, branches and halves
+    assert f"{learned} s to learn, {passes * tokens:.0f} s to judge, 0 s to measure" in said
+    assert estimate.cost_seconds(made, own.model, [64, 128], 128, 64) > 10 + 6 * (1 + 2)
 
 
 def test_too_few_texts_for_their_similarities_leave_them_out(place, tmp_path):
