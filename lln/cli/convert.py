@@ -16,8 +16,14 @@ def convert(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL_FOLDER", help="A local Hugging Face model.")
     ],
-    data: Annotated[Path, typer.Option(help="Text: a file, or a folder with files per split.")],
     out: Annotated[Path, typer.Option(help="Folder of the converted model and its report.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text: a file, or a folder with files per split; default LLN_DATA, else the "
+            "bundled Tiny Shakespeare, to try it out."
+        ),
+    ] = None,
     length: Annotated[
         int | None, typer.Option(min=8, help="Tokens; default 512, decoders 2,048.")
     ] = None,
@@ -136,7 +142,9 @@ def _keep(name: str, text: str) -> int | str:
 
 def _show(found: dict[str, Any], out: Path) -> None:
     from lln.cli.tables import show_tables
+    from lln.study.conversion.gain import gain_words
     from lln.study.conversion.page import score_tables
 
     show_tables(score_tables(found))
+    typer.echo(gain_words(found))
     typer.echo(f"model {out}, report {out / 'report.html'}, numbers {out / 'conversion.json'}")

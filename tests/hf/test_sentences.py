@@ -74,6 +74,27 @@ def test_loaded_in_half_precision_constants_stay_in_float32(folder, tmp_path):
     assert {x.dtype for x in core.statistics.buffers() if x.is_floating_point()} == {torch.float32}
 
 
+def test_a_folder_that_lln_convert_made_is_opened(folder, tmp_path):
+    from sentence_transformers.models import Dense
+
+    from lln.study.conversion.run import convert_and_judge
+    from lln.study.conversion.settings import Settings
+
+    model = encoder(folder)
+    model.append(Dense(32, 7))
+    model.save_pretrained(str(tmp_path / "softmax"), create_model_card=False)
+    lines = [json.dumps({"text": article(80, seed)}) + "\n" for seed in range(60)]
+    (tmp_path / "words.jsonl").write_text("".join(lines), encoding="utf-8")
+    options = {"diag_block": 16, "slots": 16}
+    steps = {"transfer_steps": 0, "recover_steps": 0, "cost_length": 0, "length": 32}
+    places = (tmp_path / "softmax", tmp_path / "words.jsonl", tmp_path / "linear")
+    convert_and_judge(Settings(*places, options=options, device="cpu", **steps))
+    found = lln.hf.load_sentence_transformer(tmp_path / "linear", device="cpu")
+    assert [type(part).__name__ for part in found] == ["Transformer", "Pooling", "Dense"]
+    assert torch.equal(found[2].linear.weight, model[2].linear.weight)
+    assert found.encode(TEXTS, convert_to_tensor=True).shape == (3, 7)
+
+
 def test_a_plain_load_stops(folder, tmp_path):
     replaced(folder).save_pretrained(str(tmp_path), create_model_card=False)
     with pytest.raises(ValueError, match=r"load this model with lln\.hf\.load"):

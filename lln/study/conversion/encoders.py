@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lln.study.conversion.texts import Batches, Frame, encoder_batches, token_ids
+from lln.study.conversion.texts import Batches, Frame, TooShort, encoder_batches, token_ids
 from lln.study.conversion.watched import Counted, watched
 from lln.study.data import glue
 from lln.study.tasks import metrics
 
 Batch = Mapping[str, Tensor]
+PAIRED = 3  # texts that have more than one pair, so that similarities can be compared
 
 
 def token_states(model: Any, batch: Batch) -> Float[Tensor, "B N D"]:
@@ -62,8 +63,8 @@ def compare_embeddings(
     Returns:
         ``cosine_mean``, ``cosine_p5`` (5th percentile), ``cosine_min`` of a text's two embeddings;
         ``similarity_correlation``, Pearson's, of the similarities of all pairs of texts (NaN for
-        fewer than three texts); ``token_nmse`` = Σ‖student − teacher‖² / Σ‖teacher‖² over the last
-        hidden states of real tokens; ``texts``, ``tokens``.
+        fewer than ``PAIRED`` texts); ``token_nmse`` = Σ‖student − teacher‖² / Σ‖teacher‖² over the
+        last hidden states of real tokens; ``texts``, ``tokens``.
     """
     found: list[tuple[Tensor, Tensor]] = []
     error = size = tokens = 0.0
@@ -91,7 +92,7 @@ def compare_embeddings(
 
 def similarity_correlation(first: Float[Tensor, "n D"], second: Float[Tensor, "n D"]) -> float:
     """Pearson correlation of the similarities of all pairs, in one space and in the other."""
-    if len(first) < 3:
+    if len(first) < PAIRED:
         return float("nan")
     above = torch.triu_indices(len(first), len(first), 1)
     similarities = ((x.double() @ x.double().T)[above[0], above[1]] for x in (first, second))
@@ -107,7 +108,13 @@ class Halves:
 
 
 def halves(
-    tokenizer: Any, texts: Iterable[str], length: int, *, batch_size: int, count: int | None = None
+    tokenizer: Any,
+    texts: Iterable[str],
+    length: int,
+    *,
+    batch_size: int,
+    count: int | None = None,
+    every_piece: bool = False,
 ) -> Halves:
     """Cut articles into halves of ``length`` tokens each, special ones included.
 
@@ -115,13 +122,18 @@ def halves(
 
     Args:
         count: Articles that are wanted; there must be as many. All that fit by default.
+        every_piece: What follows is cut in the same way, as if it were another article.
+
+    Raises:
+        TooShort: Fewer articles fill both halves than are wanted, or than two.
     """
     frame = Frame.of(tokenizer)
     room = frame.room(length)
-    found = itertools.islice(_long_enough(tokenizer, texts, 2 * room), count)
+    long_enough = _pieces(tokenizer, texts, 2 * room, every_piece=every_piece)
+    found = itertools.islice(long_enough, count)
     pairs = [(frame.around(ids[:room]), frame.around(ids[room : 2 * room])) for ids in found]
     if len(pairs) < (count or 2):
-        raise ValueError(
+        raise TooShort(
             f"{len(pairs)} articles have {2 * room} tokens, {count or 2} are wanted; pass more or "
             "longer ones, or a smaller length or count"
         )
@@ -129,8 +141,14 @@ def halves(
     return Halves(Batches(first, batch_size), Batches(second, batch_size))
 
 
-def _long_enough(tokenizer: Any, texts: Iterable[str], least: int) -> Iterator[np.ndarray]:
-    return (ids for ids in token_ids(tokenizer, texts) if len(ids) >= least)
+def _pieces(
+    tokenizer: Any, texts: Iterable[str], size: int, *, every_piece: bool
+) -> Iterator[np.ndarray]:
+    """The first ``size`` tokens of each text that has as many, and of what follows if wanted."""
+    for ids in token_ids(tokenizer, texts):
+        starts = range(0, len(ids) - size + 1, size)
+        for start in starts if every_piece else starts[:1]:
+            yield ids[start : start + size]
 
 
 def retrieval(model: Any, pairs: Halves, *, label: str = "") -> float:

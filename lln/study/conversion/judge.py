@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from lln.study.conversion import branches, decoders, encoders, needles
 from lln.study.conversion.masking import Masking, masked_scores
 from lln.study.conversion.shares import near_shares
 from lln.study.conversion.subject import Subject, Texts
-from lln.study.conversion.texts import Batches, encoder_batches
+from lln.study.conversion.texts import Batches, TooShort, encoder_batches
 from lln.study.data import glue
 
 Row = dict[str, Any]
@@ -50,7 +52,9 @@ class Remembered:
 class EncoderJudge:
     """Compares embeddings with the teacher's at the full length, on articles that are held out.
 
-    A masked language model predicts hidden tokens of the same articles, too.
+    Where fewer than three articles are long enough, as in a text without headings, they are cut
+    into pieces, and these judge. A masked language model predicts hidden tokens of the same
+    articles, too.
 
     Args:
         articles: How many; fewer if the text has fewer.
@@ -66,29 +70,61 @@ class EncoderJudge:
         self.notes: list[str] = []
         self.teacher = copy_teacher(subject.model)
         self.remembered = Remembered(self.teacher)
-        self.judged = self._full_articles()
+        self.in_pieces = False
+        self.judged = self._choose()
 
-    def _full_articles(self) -> Batches:
-        options: dict[str, Any] = {"batch_size": self.batch_size, "limit": self.articles}
-        tokenizer = self.subject.tokenizer
+    def _choose(self) -> Batches:
+        """Full articles; else full pieces of them; else whatever there is."""
+        found = self._sequences(fill=1.0)
+        if len(found) < encoders.PAIRED:
+            self.in_pieces = True
+            found = self._sequences(fill=1.0, every_piece=True)
+            words = f"is cut into pieces of {self.length} tokens"
+            if len(found) < encoders.PAIRED:
+                found = self._sequences(every_piece=True)
+                words += ", and shorter ones judge, too"
+            self.notes.append(
+                f"The held-out text has fewer than {encoders.PAIRED} articles of {self.length} "
+                f"tokens: it {words}."
+            )
+        if len(found) < self.articles:
+            what = "pieces" if self.in_pieces else "articles"
+            self.notes.append(
+                f"Judged by {len(found)} held-out {what}: there are not {self.articles}."
+            )
+        if len(found) < encoders.PAIRED:
+            self.notes.append(
+                "Their similarities are not judged: similarities are compared among three texts "
+                "or more. Pass more text, --held-out FILE, or a smaller --length."
+            )
+        pad = self.subject.tokenizer.pad_token_id
+        return Batches(found, self.batch_size, 0 if pad is None else pad)
+
+    def _sequences(self, **options: Any) -> Sequence[np.ndarray]:
+        """Held-out sequences, as :func:`encoder_batches` makes them; none of a text too short."""
+        given = (self.subject.tokenizer, self.texts.held(), self.length)
+        sizes = {"batch_size": self.batch_size, "limit": self.articles}
         try:
-            found = encoder_batches(tokenizer, self.texts.held(), self.length, fill=1.0, **options)
-        except ValueError:
-            self.notes.append(
-                f"No held-out article fills {self.length} tokens: shorter ones judge."
-            )
-            found = encoder_batches(tokenizer, self.texts.held(), self.length, **options)
-        if len(found.sequences) < self.articles:
-            self.notes.append(
-                f"Judged by {len(found.sequences)} held-out articles: there are not "
-                f"{self.articles}."
-            )
-        return found
+            return encoder_batches(*given, **sizes, **options).sequences
+        except TooShort:
+            return ()
+
+    @property
+    def sequences(self) -> Sequence[np.ndarray]:
+        """The ids that judge."""
+        return self.judged.sequences
 
     @property
     def tokens(self) -> int:
         """Tokens of one pass over what is judged."""
         return sum(map(len, self.judged.sequences))
+
+    def work(self, stages: int) -> tuple[float, float]:
+        """About how many tokens the teacher and the student read, with so many stages."""
+        passes = 2 if self.subject.predicts_hidden_tokens else 1
+        halves = 2
+        alone = len(branches.BRANCHES)
+        return (passes + halves) * self.tokens, (passes * (stages + alone) + halves) * self.tokens
 
     def measure(self, model: Any) -> Row:
         """Scores after a stage; those of the untouched model are its agreement with itself."""
@@ -102,9 +138,9 @@ class EncoderJudge:
             found |= masked_scores(model, self.judged, masking, label="hidden tokens")
         return found
 
-    def agreement(self, scores: Row) -> float:
-        """What ``--require`` compares: 1 is as good as the teacher."""
-        return scores["cosine_mean"]
+    def agreement(self, scores: Row) -> float | None:
+        """What ``--require`` compares: 1 is as good as the teacher; None if it is not known."""
+        return scores.get("cosine_mean")
 
     def finish(self, student: Any) -> Row:
         """Everything else: branches alone, near shares, retrieval, STS-B."""
@@ -129,16 +165,17 @@ class EncoderJudge:
         return min(SHARE_BATCHES, len(self.judged))
 
     def _halves(self) -> encoders.Halves | None:
-        options: dict[str, Any] = {"batch_size": self.batch_size}
+        options: dict[str, Any] = {"batch_size": self.batch_size, "every_piece": self.in_pieces}
         for count in (self.articles, None):
             try:
                 held = self.texts.held()
                 return encoders.halves(
                     self.subject.tokenizer, held, self.length, count=count, **options
                 )
-            except ValueError:
+            except TooShort:
                 continue
-        self.notes.append(f"No retrieval: fewer than two articles have {2 * self.length} tokens.")
+        what = "pieces" if self.in_pieces else "articles"
+        self.notes.append(f"No retrieval: fewer than two {what} have {2 * self.length} tokens.")
         return None
 
 
@@ -168,18 +205,34 @@ class DecoderJudge:
             )
 
     @property
+    def sequences(self) -> Sequence[np.ndarray]:
+        """The ids that judge."""
+        return [self.ids.numpy()]
+
+    @property
     def tokens(self) -> int:
         """Tokens of one pass over what is judged: windows overlap by half."""
         return 2 * len(self.ids)
+
+    def work(self, stages: int) -> tuple[float, float]:
+        """About how many tokens the teacher and the student read, with so many stages."""
+        length = min(self.window, len(self.ids))
+        distances = max(length.bit_length() - 4, 1)
+        both = len(self.ids) + self._needle_count() * distances * length  # positions, needles
+        return self.tokens + both, (stages + len(branches.BRANCHES)) * self.tokens + both
+
+    def _needle_count(self) -> int:
+        return 32 if self.teacher.device.type == "cuda" else 8
 
     def measure(self, model: Any) -> Row:
         """Perplexity after a stage."""
         options = {"window": self.window, "stride": self.window // 2}
         return decoders.perplexity(model, self.ids, **options, label="judging")
 
-    def agreement(self, scores: Row) -> float:
+    def agreement(self, scores: Row) -> float | None:
         """What ``--require`` compares: the teacher's perplexity over that of the student."""
-        return scores["teacher_perplexity"] / scores["perplexity"]
+        own, wanted = scores.get("perplexity"), scores.get("teacher_perplexity")
+        return None if own is None or wanted is None else wanted / own
 
     def finish(self, student: Any) -> Row:
         """Everything else: branches alone, near shares, positions, needles, texts."""
@@ -196,7 +249,7 @@ class DecoderJudge:
                 )
                 for name, model in models.items()
             },
-            "needles": self._needles(models, min(self.window, len(self.ids)), 32 if on_gpu else 8),
+            "needles": self._needles(models, min(self.window, len(self.ids)), self._needle_count()),
             "texts": decoders.side_by_side(
                 self.teacher,
                 student,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lln.study.conversion.gain import gain_lines, gain_words
 from lln.study.page import Block, Page, Plot, Plots, Section, Table, Text
 from lln.study.plots.heat_map import heat_map
 from lln.study.plots.lines import Axis
@@ -98,7 +99,9 @@ def _lede(found: Found) -> str:
     layers = f"{len(kept)} of {found['layers']} layers keep softmax" if kept else "no layer kept"
     heads = sum(map(len, found.get("kept_heads", {}).values()))
     layers += f", {heads} heads of others do" if heads else ""
-    if found["kind"] == "encoder":
+    if found["agreement"] is None:
+        what = "How well it agrees with the softmax model was not measured"
+    elif found["kind"] == "encoder":
         what = f"Mean cosine to the softmax model's embeddings {found['agreement']:.4f}"
     else:
         what = f"Perplexity {1 / found['agreement']:.3f} × that of the softmax model"
@@ -106,7 +109,8 @@ def _lede(found: Found) -> str:
     begun = "; weights drawn anew, from scratch" if found.get("from_scratch") else ""
     return (
         f"{what} on held-out text; {layers}{near}{begun}; {found['tokens']:,} tokens of "
-        "conversion. Every number on this page was measured by the run that wrote it."
+        f"conversion. {gain_words(found)} Every number on this page was measured by the run that "
+        "wrote it."
     )
 
 
@@ -121,7 +125,8 @@ def score_tables(found: Found) -> list[Table]:
         line = [STAGES.get(row["stage"], row["stage"])]
         line += [_number(row.get(name), digits) for name, (_, digits) in shown.items()]
         if found["kind"] == "decoder":
-            line.append(_number(row["perplexity"] / row["teacher_perplexity"], 3))
+            own, wanted = row.get("perplexity"), row["teacher_perplexity"]
+            line.append(_number(own and wanted and own / wanted, 3))
         lines.append([*line, _error_of(found, row["stage"]), f"{row['seconds']:,.0f}"])
     title = f"{found['model']}: {_judged(found)}"
     stages = Table([*columns, "layer error", "seconds"], lines, title)
@@ -136,10 +141,10 @@ def _scores_of(found: Found) -> dict[str, tuple[str, int]]:
 
 
 def _judged(found: Found) -> str:
-    last = found["stages"][-1]
+    first = found["stages"][0]
     if found["kind"] == "encoder":
-        return f"{last['texts']} held-out articles, {last['tokens']:,} tokens"
-    return f"{last['tokens']:,} held-out tokens"
+        return f"{first['texts']} held-out articles, {first['tokens']:,} tokens"
+    return f"{first['tokens']:,} held-out tokens"
 
 
 def _error_of(found: Found, stage: str) -> str:
@@ -159,6 +164,7 @@ def _beside(found: Found) -> list[Table]:
         title = f"{branch} keys alone, {'cosine' if score == 'cosine_mean' else score}"
         whole = found["stages"][0][score]
         lines.append([title, _number(whole, 4), _number(own[score], 4)])
+    lines += gain_lines(found)
     return [Table(["", TEACHER, STUDENT], lines, "Beside the softmax model")] if lines else []
 
 

@@ -21,7 +21,8 @@ class Settings:
 
     Attributes:
         model: Folder of a softmax model.
-        data: Text to learn from: a file, or a folder with files per split.
+        data: Text to learn from: a file, or a folder with files per split; None looks at
+            ``LLN_DATA``, then takes the text that comes with the package.
         out: Folder of the converted model and its report.
         length: Tokens of a sequence; default 512 for encoders, 2,048 for decoders.
         options: Of the attention; they change single ones of :func:`lln.hf.convert`.
@@ -42,7 +43,7 @@ class Settings:
     """
 
     model: Path
-    data: Path
+    data: Path | None
     out: Path
     length: int | None = None
     batch_size: int = 2

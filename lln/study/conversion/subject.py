@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import itertools
 import json
+import os
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +18,20 @@ from torch import Tensor, nn
 from lln.study.conversion.masking import Masking
 from lln.study.conversion.texts import (
     Batches,
+    TooShort,
     articles,
     decoder_batches,
     encoder_batches,
     whole_text,
 )
 from lln.study.data import text
-from lln.study.inspect.model import PICKLES, load, load_tokenizer
+from lln.study.inspect.model import (
+    PICKLES,
+    TOKENIZER_FILES,
+    CannotInspect,
+    load,
+    load_tokenizer,
+)
 
 # What the name of an architecture ends with -> the class that loads it.
 HEADS = {
@@ -31,6 +40,13 @@ HEADS = {
     "LMHeadModel": "AutoModelForCausalLM",
     "Model": "AutoModel",
 }
+# Tables of positions by the end of their name: BERT and its kin, GPT-2, OPT, the first GPT.
+POSITIONS = ("position_embeddings", "wpe", "embed_positions", "positions_embed")
+# Files with weights of the softmax model, in whatever form; an index names the parts of one.
+WEIGHTS = (
+    *("*.safetensors", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.tflite"),
+    *("*.index.json", *PICKLES),
+)
 APART = 4  # batches for the error of layers
 USUAL_LENGTH = {"encoder": 512, "decoder": 2048}  # a decoder as long as it is judged at
 
@@ -102,9 +118,54 @@ def load_subject(folder: Path, device: str) -> Subject:
     model = load(folder, auto_class=auto_class).model
     if not _takes_text(model):
         raise ValueError(f"{folder} has a {type(model).__name__}, which does not read text")
-    tokenizer = load_tokenizer(folder)
+    tokenizer = _tokenizer(folder)
     longest, table = _positions(model)
     return Subject(model.to(device), tokenizer, folder.absolute().name, auto_class, longest, table)
+
+
+def _tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder; without its files transformers may make one that knows no word."""
+    vocabularies = [name for name in TOKENIZER_FILES if name != "tokenizer_config.json"]
+    try:
+        found = load_tokenizer(folder)
+    except CannotInspect:
+        if any((folder / name).exists() for name in vocabularies):
+            raise
+        found = None
+    if found is None or len(found) <= len(found.all_special_ids):
+        raise ValueError(
+            f"{folder} has no tokenizer: a file with its vocabulary, such as tokenizer.json or "
+            "vocab.txt, is missing; write it there with tokenizer.save_pretrained(folder)"
+        )
+    return found
+
+
+def copy_beside(model: Path, folder: Path, *, leave_out: Path) -> None:
+    """Copy what stands beside the weights of a model, such as the modules of sentence-transformers.
+
+    Weights of these modules are copied, other weights and hidden folders are not.
+
+    Args:
+        leave_out: A folder, perhaps inside ``model``, that is not looked into.
+    """
+    modules = _module_folders(model)
+    for path in model.rglob("*"):
+        place = path.relative_to(model)
+        hidden = any(part.startswith(".") for part in place.parts[:-1])
+        if not path.is_file() or hidden or path.resolve().is_relative_to(leave_out.resolve()):
+            continue
+        if place.parent.name in modules or not any(path.match(weights) for weights in WEIGHTS):
+            (folder / place).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, folder / place)
+
+
+def _module_folders(model: Path) -> set[str]:
+    """Folders of the modules of a SentenceTransformer beside its encoder; none of other models."""
+    try:
+        entries = json.loads((model / "modules.json").read_text(encoding="utf-8"))
+        return {entry["path"] for entry in entries} - {""}
+    except (OSError, ValueError, TypeError, KeyError):
+        return set()
 
 
 def drawn_anew(model: Any) -> Any:
@@ -140,9 +201,10 @@ def _positions(model: Any) -> tuple[int | None, bool]:
     """How many positions a model has, and whether they are rows of a table."""
     limit = getattr(model.config, "max_position_embeddings", None)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and name.endswith(("position_embeddings", "wpe")):
+        if isinstance(module, nn.Embedding) and name.endswith(POSITIONS):
+            # RoBERTa counts from behind the padding, OPT from an offset.
             first = 0 if module.padding_idx is None else module.padding_idx + 1
-            return module.num_embeddings - first, True  # RoBERTa counts from behind the padding
+            return module.num_embeddings - getattr(module, "offset", first), True
     return limit, False
 
 
@@ -151,16 +213,16 @@ class Texts:
     """Articles to learn from, read as they are needed, and those to be judged by.
 
     Attributes:
-        train: Where they are.
+        train: Where they are; None is the text that comes with the package.
         split: Of ``train``: "train" leaves out the articles that are held out; None takes all.
         held_out: Where articles are that are never learned from.
         held_split: Of ``held_out``.
         corpus: Name of the text to learn from.
     """
 
-    train: Path
+    train: Path | None
     split: str | None
-    held_out: Path
+    held_out: Path | None
     held_split: str | None
     corpus: str
 
@@ -175,7 +237,7 @@ class Texts:
     @property
     def words(self) -> str:
         """Say where both come from."""
-        if self.held_split is None:
+        if self.held_split is None and self.held_out is not None:
             return f"learns from {self.corpus}, judged by {self.held_out.name}"
         if self.split is None:
             return f"learns from the files for train of {self.corpus}, judged by those for valid"
@@ -184,27 +246,31 @@ class Texts:
     def judged_text(self, count: int) -> str:
         """The first held-out articles as one text; as it stands in the file where all are taken."""
         found = list(itertools.islice(self.held(), count + 1))
-        if len(found) <= count and self.held_split is None and self.held_out.is_file():
-            return whole_text(self.held_out)
+        own = self.held_out if self.held_split is None else None
+        if len(found) <= count and own is not None and own.is_file():
+            return whole_text(own)
         return "\n\n".join(found[:count])
 
 
-def find_texts(data: Path, held_out: Path | None) -> Texts:
+def find_texts(data: Path | None, held_out: Path | None) -> Texts:
     """Say which text is learned from, and which is held out.
 
     Args:
-        data: A file, or a folder with files per split.
+        data: A file, or a folder with files per split; None looks at ``LLN_DATA``, then takes the
+            text that comes with the package.
         held_out: A file; otherwise the files for validation, or the end of the text.
 
     Raises:
         ValueError: There is no text, or the same text would be learned from.
     """
+    if data is None and os.environ.get("LLN_DATA"):
+        data = Path(os.environ["LLN_DATA"])
     corpus = text.find(data)
     if held_out is None:
         split = None if "valid" in corpus.files else "train"
         return Texts(data, split, data, "valid", corpus.name)
     other = text.find(held_out)
-    learned = {path.resolve() for path in corpus.files["train"]}
+    learned = {path.resolve() for path in corpus.files.get("train", ())}
     if any(path.resolve() in learned for path in other.files["train"]):
         raise ValueError(
             f"--held-out {held_out} is among the text to learn from, {data}; pass another file, or "
@@ -233,17 +299,24 @@ def training_batches(
     """Sequences for so many updates, fewer if the text has fewer, and four batches apart.
 
     Those of a masked language model have tokens hidden, as it has always seen them.
+
+    Raises:
+        TooShort: The text does not fill two sequences.
     """
     limit = (updates + APART) * batch_size
     given = (subject.tokenizer, texts.learned(), length)
-    if subject.kind == "decoder":
-        found = decoder_batches(*given, batch_size=batch_size, limit=limit)
-    else:
-        options = {"batch_size": batch_size, "limit": limit, "every_piece": True, "fill": 0.5}
-        found = encoder_batches(*given, **options)
+    try:
+        if subject.kind == "decoder":
+            found = decoder_batches(*given, batch_size=batch_size, limit=limit)
+        else:
+            options = {"batch_size": batch_size, "limit": limit, "every_piece": True, "fill": 0.5}
+            found = encoder_batches(*given, **options)
+    except TooShort as error:
+        source = texts.train or texts.corpus
+        raise TooShort(f"{source} is too short to learn from: {error} (--length)") from None
     count = len(found.sequences)
     if count < 2:
-        raise ValueError(
+        raise TooShort(
             f"{texts.train} fills one sequence of {length} tokens, and one more is needed to "
             "measure errors; pass more text, or a smaller --length"
         )

@@ -14,13 +14,17 @@ import torch
 from torch import Tensor
 
 from lln.study.conversion.masking import Masking
-from lln.study.data import order, sources, text
+from lln.study.data import bundled, order, sources, text
 
 GROUP = 64  # articles that a tokenizer gets at once
 PIECE_OF_A_WORD = "a"  # what a tokenizer is asked to frame
 
 
-def articles(place: str | os.PathLike[str], split: str | None = None) -> Iterator[str]:
+class TooShort(ValueError):
+    """There is not enough text for what is wanted; the message says how much there is."""
+
+
+def articles(place: str | os.PathLike[str] | None, split: str | None = None) -> Iterator[str]:
     """Read the articles of a file or folder, one at a time; blank ones are left out.
 
     Files are those of training: .txt (WikiText at its headings), .jsonl with a field "text", and
@@ -28,6 +32,7 @@ def articles(place: str | os.PathLike[str], split: str | None = None) -> Iterato
     all of them, in the order of their names.
 
     Args:
+        place: None looks at ``LLN_DATA``, then takes the text that comes with the package.
         split: "train", "valid" or "test", as :class:`lln.study.data.text.Corpus` has them: where
             no file is named so, the end of the text is "valid". None reads everything.
 
@@ -37,13 +42,15 @@ def articles(place: str | os.PathLike[str], split: str | None = None) -> Iterato
     Example:
         >>> first = next(articles("data/wiki2015_valid.jsonl.xz"))
     """
-    corpus = text.find(Path(place))
+    corpus = text.find(place)
     if split is not None and split not in corpus.splits:
         raise ValueError(f"split={split!r} is not in {place}; there is {', '.join(corpus.splits)}")
-    files = corpus.files["train"]
-    found = (
-        corpus.articles(split) if split else (each for path in files for each in text.read(path))
-    )
+    if split:
+        found = iter(corpus.articles(split))
+    elif corpus.files:
+        found = (each for path in corpus.files["train"] for each in text.read(path))
+    else:
+        found = iter([bundled.text()])
     empty = True
     for article in found:
         if article.strip():
@@ -160,7 +167,7 @@ def encoder_batches(
         limit: Most sequences; what comes after is not read.
 
     Raises:
-        ValueError: No text is long enough.
+        TooShort: No text is long enough.
     """
     frame = Frame.of(tokenizer)
     room = frame.room(length)
@@ -173,7 +180,7 @@ def encoder_batches(
         if limit is not None and len(found) >= limit:
             break
     if not found:
-        raise ValueError(
+        raise TooShort(
             f"no text fills {fill:.0%} of length={length} tokens, the longest has {longest}; pass "
             "longer texts, or a smaller length"
         )
@@ -198,7 +205,7 @@ def decoder_batches(
         limit: Most windows; what comes after is not read.
 
     Raises:
-        ValueError: The texts do not fill one window.
+        TooShort: The texts do not fill one window.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     parts, count = [], 0
@@ -209,7 +216,7 @@ def decoder_batches(
             break
     windows = count // length if limit is None else min(limit, count // length)
     if not windows:
-        raise ValueError(
+        raise TooShort(
             f"the texts have {count} tokens, which do not fill a window of length={length}; pass "
             "more text, or a smaller length"
         )

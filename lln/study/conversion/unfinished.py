@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lln.records import files
-from lln.records.rows import Row, RowFile, read_rows
+from lln.records.rows import Row, RowFile, number, read_rows
 
 PROGRESS = ".progress"
+BLOCK = 2**22  # bytes of a file that are read at once
 EVERY = 50  # updates between two writes of the seconds, as of the stages
 
 
@@ -22,7 +24,7 @@ class Unfinished:
 
     Args:
         out: Folder of the converted model, not there yet or begun by the same settings.
-        settings: What decides the result.
+        settings: What decides the result, with a digest of each content that a path may hide.
 
     Raises:
         ValueError: ``out`` holds something else.
@@ -69,10 +71,9 @@ class Unfinished:
         def remembered(model: Any) -> Row:
             self._calls += 1
             if self._calls > len(self._scores):
-                self._scores.append(measure(model))
-                rows = RowFile(self.folder / "scores.jsonl")
-                rows.write(self._scores[-1:])
-                rows.close()
+                self._scores.append(without_nan(measure(model)))
+                with contextlib.closing(RowFile(self.folder / "scores.jsonl")) as rows:
+                    rows.write(self._scores[-1:])
             self._since = time.perf_counter()
             return self._scores[self._calls - 1]
 
@@ -86,20 +87,53 @@ class Unfinished:
             self._since = now
             files.write_text(self.folder / "seconds.json", json.dumps(self.seconds))
 
-    def publish(self, write: Callable[[Path], None]) -> None:
-        """Write the result beside ``out`` and put it in its place at once; progress goes."""
+    @contextlib.contextmanager
+    def published(self) -> Iterator[Path]:
+        """A folder beside ``out`` that takes its place after the block; progress goes then."""
         part, old = (self.out.with_name(f".{self.out.name}.{word}") for word in ("part", "old"))
         for rest in (part, old):
             shutil.rmtree(rest, ignore_errors=True)
         part.mkdir(parents=True)
         try:
-            write(part)
+            yield part
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
         self.out.replace(old)
         part.replace(self.out)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def digest_of_weights(folder: Path) -> str:
+    """A digest of the files that make a model: another one in the same place has another."""
+    return digest(_blocks([folder / "config.json", *sorted(folder.glob("*.safetensors"))]))
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    """The first digits of SHA-256 of all parts, one after the other."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()[:16]
+
+
+def _blocks(paths: Iterable[Path]) -> Iterator[bytes]:
+    for path in paths:
+        yield path.name.encode()
+        with path.open("rb") as stream:
+            while block := stream.read(BLOCK):
+                yield block
+
+
+def without_nan(value: Any) -> Any:
+    """The same with None for NaN and infinity, which JSON does not know."""
+    if isinstance(value, Mapping):
+        return {str(key): without_nan(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(each) for each in value]
+    if isinstance(value, float):
+        return number(value)
+    return value
 
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) -> None:

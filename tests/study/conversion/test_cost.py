@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
 
 import lln.hf
-from lln.study.conversion import cost
+from lln.study.conversion import cost, gain
 from tests.hf.tiny import make, text
 
 WIDE = {"hidden_size": 64, "max_position_embeddings": 64}
@@ -92,6 +93,55 @@ def test_the_state_has_read_what_the_keys_have():
             got = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
             expected = model(ids, use_cache=False).logits[:, -1]
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+
+
+def costs(ratios, memories=(), **more):
+    """What conversion.json holds of time and memory at 128, 256, 512 … tokens."""
+    pairs = itertools.zip_longest(ratios, memories)
+    rows = [
+        {"N": 128 << i, "ratio": ratio, "teacher_ms": 10.0, "student_ms": 10.0 * ratio}
+        | ({} if memory is None else {"teacher_mb": 2.0, "student_mb": 2.0 * memory})
+        for i, (ratio, memory) in enumerate(pairs)
+    ]
+    return {"forward_cost": rows, "decode_cost": [], "length": 512, "positions": None, **more}
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (costs([]), ["Time and memory were not measured."]),
+        (
+            costs([1.8, 1.7, 1.5, 1.2, 0.8], [1, 1, 1, 2, 2], positions=512),
+            [
+                "over 512 tokens takes 1.50 × the time and 1.00 × the memory of softmax.",
+                "In time the curves cross between 1,024 and 2,048 tokens, beyond the model's 512 "
+                "positions: within them nothing is gained.",
+                "It does not need less memory at any length up to 2,048 tokens (the model has 512",
+            ],
+        ),
+        (
+            costs([1.8, 0.9, 1.1, 0.7], positions=2048),  # one dip before it is no crossing
+            ["In time the curves cross between 512 and 1,024 tokens."],
+        ),
+        (costs([0.9, 0.7]), ["needs less time at all lengths measured, 128 to 256 tokens."]),
+    ],
+)
+def test_it_is_said_where_the_curves_cross(found, said):
+    words = gain.gain_words(found)
+    assert [each for each in said if each not in words] == [], words
+
+
+def test_what_it_costs_stands_beside_softmax():
+    decode = {"context": 480, "ratio": 0.5, "teacher_ms": 8.0, "student_ms": 4.0}
+    decode |= {"teacher_cache": 2**21, "student_cache": 2**20}
+    found = costs([1.8, 1.7, 1.5], [1, 1, 3], decode_cost=[decode])
+    assert gain.gain_lines(found) == [
+        ["forward pass of 512 tokens, ms", "10", "15"],
+        ["its memory, MiB", "2", "6"],
+        ["a token after 480, ms", "8", "4"],
+        ["cache then, MiB", "2", "1"],
+    ]
+    assert "the next one takes 0.50 × the time, and the cache has 0.50 ×" in gain.gain_words(found)
 
 
 def test_models_run_in_turns_and_the_first_turn_does_not_count(monkeypatch):
