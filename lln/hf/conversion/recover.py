@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lln.hf.conversion.stage import Row, Stage, average_gradients, rate_at, without_labels
+from lln.hf.conversion.stage import (
+    Row,
+    Stage,
+    average_gradients,
+    check_gradients,
+    rate_at,
+    without_labels,
+)
 from lln.hf.conversion.transfer import cores_of
 from lln.nn import LLNAttention
 
@@ -92,6 +99,7 @@ def recover(
         )
     if not 0 <= near_dropout < 1:
         raise ValueError(f"near_dropout={near_dropout} is not a share in [0, 1)")
+    check_gradients("recover")
     cores = cores_of(model)
     if any(x is y for x, y in zip(model.parameters(), teacher.parameters(), strict=False)):
         raise ValueError(

@@ -28,8 +28,28 @@ def rate_at(step: int, steps: int | None, warmup: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))
 
 
+def check_gradients(function: str) -> None:
+    """Raise where torch was told that nobody wants gradients."""
+    if not torch.is_grad_enabled():
+        raise ValueError(
+            f"lln.hf.{function} learns and needs gradients; call it outside of torch.no_grad() or "
+            "torch.inference_mode()"
+        )
+
+
 def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
     """What a model is given: labels would make it compute a loss that nobody reads."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"batches: a batch is a {type(batch).__name__}; pass a dictionary of model inputs, "
+            '{"input_ids": ids}'
+        )
+    for name in ("input_ids", "attention_mask", "labels"):
+        if isinstance(batch.get(name), (list, tuple)):
+            raise TypeError(
+                f"batches: {name} is a {type(batch[name]).__name__}; pass tensors, by "
+                f'torch.tensor({name}) or return_tensors="pt" of the tokenizer'
+            )
     return {name: value for name, value in batch.items() if name != "labels"}
 
 

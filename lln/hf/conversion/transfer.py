@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 from lln.hf.conversion.lessons import Lesson
-from lln.hf.conversion.stage import Row, Stage, average_gradients, rate_at, without_labels
+from lln.hf.conversion.stage import (
+    Row,
+    Stage,
+    average_gradients,
+    check_gradients,
+    rate_at,
+    without_labels,
+)
 from lln.hf.replace import attention_modules
 from lln.hf.swapped_attention import SwappedAttention
 
@@ -76,6 +83,8 @@ def transfer(
         if parameter.requires_grad
     }
     learn = learning_rate > 0
+    if learn:
+        check_gradients("transfer")
     if learn and not named:
         raise ValueError(
             'the replaced layers have nothing to learn; give replace() feature_map="learned", '

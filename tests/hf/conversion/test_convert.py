@@ -317,3 +317,107 @@ def test_bad_requests_say_what_to_do():
         lln.hf.convert(make("bert"), batches(1), transfer_steps=-1)
     with pytest.raises(ValueError, match="teacher is the model that changes"):
         lln.hf.convert(model := make("bert"), batches(1), teacher=model)
+
+
+STEPS = {"options": SMALL, "transfer_steps": 2, "recover_steps": 2, "calibration": 1}
+
+
+@pytest.mark.parametrize("failing", ["calibrate", "transfer", "keep", "recover", "measure"])
+def test_a_failed_conversion_gives_the_model_back(failing, monkeypatch):
+    model, ids = loud("llama").train(), text(2, 20)
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    wanted, names = model(ids).logits, list(model.state_dict())
+    flags = [x.requires_grad for x in model.parameters()]
+
+    def fail(*args, **options):
+        raise RuntimeError("midway")
+
+    def measure(model):
+        if failing == "measure" and "recover" in seen:
+            fail()
+        return {}
+
+    seen = set()
+    if failing in ("calibrate", "recover"):
+        monkeypatch.setattr(f"lln.hf.conversion.convert.{failing}", fail)
+    if failing == "transfer":
+        monkeypatch.setattr("lln.hf.conversion.lessons.Lesson.compare", fail)
+    if failing == "keep":
+        monkeypatch.setattr("lln.hf.conversion.convert.choose_kept_heads", fail)
+    with pytest.raises(RuntimeError, match="midway"):
+        lln.hf.convert(
+            model, batches(3), **STEPS, keep=[1], keep_heads=1, measure=measure,
+            progress=lambda *said: seen.add(said[0]),
+        )  # fmt: skip
+    assert model(ids).logits.equal(wanted)
+    assert list(model.state_dict()) == names and not hasattr(model.config, "lln")
+    assert model.training and flags == [x.requires_grad for x in model.parameters()]
+    monkeypatch.undo()
+    assert lln.hf.convert(model, batches(3), **STEPS).replacement.active
+
+
+def test_a_model_beside_another_teacher_is_given_back_too():
+    model, ids = make("bert", head="AutoModel"), text(2, 20)
+    wanted = model(ids).last_hidden_state
+
+    def measure(own):
+        if seen:
+            raise RuntimeError("midway")
+        return {}
+
+    seen = []
+    with pytest.raises(RuntimeError, match="midway"):
+        lln.hf.convert(
+            model, batches(2), options=SMALL, teacher=loud("bert", "AutoModel"), transfer_steps=0,
+            recover_steps=2, measure=measure, progress=lambda *said: seen.append(said),
+        )  # fmt: skip
+    assert model(ids).last_hidden_state.equal(wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"keep": 1.5}, r"keep=1\.5 .*a list of layers"),
+        ({"keep": True}, "keep=True"),
+        ({"keep": [0, 2]}, "no replaced layer 2"),
+        ({"keep": 3}, "keep=3 of 2 layers"),
+        ({"keep_heads": 1.5}, r"keep_heads=1\.5 .*heads by layer"),
+        ({"keep": 2, "keep_heads": 1}, "keep_heads=1, but all layers keep softmax"),
+        ({"keep": [1, 0], "keep_heads": {0: [1]}}, "all layers keep softmax"),
+    ],
+)
+def test_what_is_kept_is_checked_before_anything_is_learned(options, match):
+    seen = []
+    with pytest.raises(ValueError, match=match):
+        lln.hf.convert(
+            make("bert"), batches(2), **STEPS, **options, progress=lambda *said: seen.append(said)
+        )
+    assert not seen
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_learning_without_gradients_is_refused(mode):
+    model = make("bert", head="AutoModel")
+    with mode(), pytest.raises(ValueError, match=r"torch\.no_grad\(\) or torch\.inference_mode"):
+        lln.hf.convert(model, batches(2), **STEPS)
+    lln.hf.replace(model, "lln_diag", quiet=True, learn_scale=True, diag_block=8)
+    with mode(), pytest.raises(ValueError, match=r"transfer learns.*torch\.no_grad"):
+        lln.hf.transfer(model, batches(1))
+    with mode(), pytest.raises(ValueError, match=r"recover learns.*torch\.no_grad"):
+        lln.hf.recover(model, make("bert", head="AutoModel"), batches(1))
+    with mode():
+        assert lln.hf.transfer(model, batches(1), learning_rate=0)
+
+
+def test_batches_are_tensors_by_name():
+    ids = text(2, 12)
+    for wrong, match in (
+        ({"input_ids": ids.tolist()}, r"input_ids is a list; .*torch\.tensor"),
+        (ids, "a batch is a Tensor; pass a dictionary"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            lln.hf.convert(make("llama"), [wrong], **STEPS)
+        with pytest.raises(TypeError, match=match):
+            lln.hf.convert(make("llama"), [{"input_ids": ids}, wrong], **STEPS, held_out=batches(1))
+    with pytest.raises(TypeError, match="batches is a generator; .*a list"):
+        lln.hf.convert(make("llama"), (x for x in batches(2)), **STEPS)
