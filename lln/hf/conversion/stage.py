@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,45 @@ def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name != "labels"}
 
 
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@contextlib.contextmanager
+def in_float32(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Hold weights and buffers of half precision in float32 inside the block.
+
+    Updates are smaller than what half precision can tell apart, so that most would be lost.
+    """
+    tensors = {
+        id(x): (x, x.dtype)
+        for module in modules
+        for x in (*module.parameters(), *module.buffers())
+        if x.dtype in HALVES
+    }
+    try:
+        for x, _ in tensors.values():
+            x.data = x.data.float()
+        yield
+    finally:
+        for x, dtype in tensors.values():
+            x.data = x.data.to(dtype)
+
+
+def widen(value: Any) -> Any:
+    """A tensor of half precision in float32; everything else as it is."""
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value
+
+
+@contextlib.contextmanager
+def drawn_by(seed: int, step: int, device: torch.device) -> Iterator[None]:
+    """Let random draws follow from the step alone, in every process its own, inside the block."""
+    devices = [device] if device.type == "cuda" else []
+    rank = dist.get_rank() if processes() > 1 else 0
+    with torch.random.fork_rng(devices):
+        torch.manual_seed((seed * 1_000_003 + step) * processes() + rank)
+        yield
+
+
 def processes() -> int:
     """How many processes train together."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -98,9 +138,13 @@ class Stage:
         self.path, self.every = Path(path), every
 
     def load(
-        self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+        self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
     ) -> tuple[int, list[Row]]:
-        """The step to go on at and the rows so far; 0 and none if nothing was written."""
+        """The step to go on at and the rows so far; 0 and none if nothing was written.
+
+        Args:
+            parameters: What learns, and buffers beside it.
+        """
         from safetensors import safe_open
 
         if not self.path.exists():
@@ -129,7 +173,7 @@ class Stage:
     def save(
         self,
         step: int,
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, Tensor],
         optimizer: torch.optim.Optimizer,
         rows: list[Row],
         *,

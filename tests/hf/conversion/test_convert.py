@@ -419,5 +419,5 @@ def test_batches_are_tensors_by_name():
             lln.hf.convert(make("llama"), [wrong], **STEPS)
         with pytest.raises(TypeError, match=match):
             lln.hf.convert(make("llama"), [{"input_ids": ids}, wrong], **STEPS, held_out=batches(1))
-    with pytest.raises(TypeError, match="batches is a generator; .*a list"):
+    with pytest.raises(TypeError, match=r"batches is a generator; .*a list"):
         lln.hf.convert(make("llama"), (x for x in batches(2)), **STEPS)
