@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from lln.hf import cores
 from lln.hf.calibrate import calibrate
+from lln.hf.conversion.digest import digest_of_batches, digest_of_model
 from lln.hf.conversion.keep import (
     Heads,
     check_keep,
@@ -148,7 +149,8 @@ def convert(
         held_out: Batches whose error decides and is reported; the last four of ``batches``
             otherwise, which should then not be reached.
         folder: Progress is written here; the same call again, with the model as it was at first,
-            goes on where it was killed.
+            goes on where it was killed. A folder with progress of another model, of other options
+            or of other batches (by their number, the first one and the held out) is refused.
         measure: Called with the softmax model first, and with the changed one after every stage.
         progress: Called with the stage, updates done, updates in all, and error or loss.
 
@@ -179,9 +181,25 @@ def convert(
     chosen = options
     if attention == "lln_nearfar":
         chosen = usual_options(model, options)
-    own = copy_teacher(model) if recover_steps else None
-    wanted = teacher or own
     held = list(Cycle(batches, len(batches) - 4, 4) if held_out is None else held_out)
+    decisive = {
+        "attention": attention,
+        **_flat("options", chosen),
+        "calibration": calibration,
+        "transfer_steps": transfer_steps,
+        **_flat("transfer_options", transfer_options),
+    }
+    later = {
+        "keep": keep,
+        "keep_heads": keep_heads,
+        "budget": budget,
+        "length": length,
+        "recover_steps": recover_steps,
+        **_flat("recover_options", recover_options),
+    }
+    stage_of = _open_stages(folder, model, teacher, batches, held, decisive, later)
+    own = copy_teacher(model) if recover_steps else None
+    wanted = own if teacher is None else teacher
     stages: list[Row] = []
     clock = _Clock(stages, model, measure)
     clock.done("softmax", of=teacher)
@@ -198,7 +216,7 @@ def convert(
             done.curves["transfer"] = transfer(
                 model,
                 Cycle(batches, calibration, transfer_steps),
-                stage=_stage(folder, "transfer"),
+                stage=stage_of.get("transfer"),
                 progress=_told(progress, "transfer", transfer_steps),
                 **(transfer_options or {}),
             )
@@ -209,11 +227,20 @@ def convert(
         places = list(attention_modules(model))
         numbered = {places.index(path): core for path, core in cores_of(model).items()}
         cost: dict[str, Any] = {"length": length, "budget": budget}
-        done.kept = agreed(choose_kept(keep, last, numbered, **cost))
-        if keep_heads and len(done.kept) < len(numbered):
-            done.kept_heads = agreed(
-                choose_kept_heads(keep_heads, done.head_errors, numbered, kept=done.kept, **cost)
-            )
+        before = stage_of["recover"].choices if folder is not None else {}
+        if before:  # by time, the choice might be another one now
+            done.kept = before["kept"]
+            done.kept_heads = {int(layer): heads for layer, heads in before["kept_heads"].items()}
+        else:
+            done.kept = agreed(choose_kept(keep, last, numbered, **cost))
+            if keep_heads and len(done.kept) < len(numbered):
+                done.kept_heads = agreed(
+                    choose_kept_heads(
+                        keep_heads, done.head_errors, numbered, kept=done.kept, **cost
+                    )
+                )
+        if folder is not None:
+            stage_of["recover"].choices = {"kept": done.kept, "kept_heads": done.kept_heads}
         if done.kept:
             replacement.keep_softmax(done.kept)
         if done.kept_heads:
@@ -228,7 +255,7 @@ def convert(
                 model,
                 wanted,
                 Cycle(batches, calibration + transfer_steps, used),
-                stage=_stage(folder, "recover"),
+                stage=stage_of.get("recover"),
                 progress=_told(progress, "recover", recover_steps),
                 **extra,
             )
@@ -349,8 +376,45 @@ class _Clock:
         self.start = time.perf_counter()
 
 
-def _stage(folder: str | Path | None, name: str) -> Stage | None:
-    return None if folder is None else Stage(Path(folder) / f"{name}.safetensors", EVERY)
+def _flat(argument: str, options: Mapping[str, Any] | None) -> Row:
+    """Options by their full names, so that a single one can be told."""
+    return {
+        f"{argument}.{name}": digest_of_batches([{name: value}])
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in (options or {}).items()
+    }
+
+
+def _open_stages(
+    folder: str | Path | None,
+    model: PreTrainedModel,
+    teacher: PreTrainedModel | None,
+    batches: Sequence[Batch],
+    held: Sequence[Batch],
+    decisive: Row,
+    later: Row,
+) -> dict[str, Stage]:
+    """Both stages by name, checked to be of this conversion; none without a folder.
+
+    Args:
+        decisive: What decides the result of transfer, and with it that of recovery.
+        later: What decides recovery alone.
+    """
+    if folder is None:
+        return {}
+    found = {
+        "model": digest_of_model(model),
+        "batches": f"{len(batches)}, the first {digest_of_batches([without_labels(batches[0])])}",
+        **decisive,
+    }
+    teacher_digest = None if teacher is None else digest_of_model(teacher)
+    both = {**found, "teacher": teacher_digest, "held_out": digest_of_batches(held), **later}
+    both, found = agreed((both, found))
+    return {
+        name: Stage(Path(folder) / f"{name}.safetensors", EVERY, belongs)
+        for name, belongs in (("transfer", found), ("recover", both))
+    }
 
 
 def _told(

@@ -118,7 +118,7 @@ def choose_kept(
         order = sorted(errors, key=lambda number: -errors[number])
         seconds = {number: time_of_layer(cores[number], length) for number in order}
         return worst_layers(errors, affordable(seconds, budget))
-    if isinstance(keep, Integral):
+    if isinstance(keep, (int, Integral)):
         return worst_layers(errors, int(keep))
     return sorted(set(keep))
 
@@ -224,7 +224,7 @@ def choose_kept_heads(
         sizes = {number: heads_of(core) for number, core in cores.items()}
         order = _worst_first(free)
         return worst_heads(free, affordable_heads(order, seconds, sizes, kept=kept, budget=budget))
-    if isinstance(keep_heads, Integral):
+    if isinstance(keep_heads, (int, Integral)):
         return worst_heads(free, int(keep_heads))
     return _by_layer([(number, head) for number, heads in keep_heads.items() for head in heads])
 

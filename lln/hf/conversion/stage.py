@@ -132,10 +132,43 @@ class Stage:
     Args:
         path: File that is written, as safetensors, never a pickle.
         every: Steps between two writes; 0 writes at the end only.
+        belongs: What decides the result, by name. A file that was begun with something else is
+            refused, and stays.
+
+    Attributes:
+        choices: What was decided on the way, kept with the progress; of the file, if there is one.
+
+    Raises:
+        ValueError: The file is of another conversion.
     """
 
-    def __init__(self, path: str | os.PathLike[str], every: int = 50) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        every: int = 50,
+        belongs: Mapping[str, Any] | None = None,
+    ) -> None:
         self.path, self.every = Path(path), every
+        self.belongs = json.loads(json.dumps(belongs or {}, default=str))
+        said = self._said()
+        self.choices: Row = said.get("choices", {})
+        before = said.get("belongs", self.belongs)
+        for name in {**before, **self.belongs}:
+            if before.get(name) != self.belongs.get(name):
+                raise ValueError(
+                    f"{self.path.parent} holds another conversion: its {self.path.name} was begun "
+                    f"with {name}={before.get(name)}, not {self.belongs.get(name)}; go on with "
+                    "that, pass another folder, or delete this one"
+                )
+
+    def _said(self) -> Row:
+        """What the file says beside its tensors; nothing if there is none."""
+        from safetensors import safe_open
+
+        if not self.path.exists():
+            return {}
+        with safe_open(self.path, framework="pt") as file:
+            return json.loads((file.metadata() or {})["progress"])
 
     def load(
         self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
@@ -145,13 +178,11 @@ class Stage:
         Args:
             parameters: What learns, and buffers beside it.
         """
-        from safetensors import safe_open
+        from safetensors.torch import load_file
 
         if not self.path.exists():
             return 0, []
-        with safe_open(self.path, framework="pt") as file:
-            said = json.loads((file.metadata() or {})["progress"])
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        said, found = self._said(), load_file(self.path)
         missing = [name for name in parameters if name not in found]
         if missing:
             raise ValueError(
@@ -190,7 +221,8 @@ class Stage:
             tensors[name] = parameter.detach().cpu().contiguous()
             for key, value in optimizer.state.get(parameter, {}).items():
                 tensors[f"{name}/{key}"] = value.detach().cpu().contiguous()
+        said = {"step": step, "rows": rows, "belongs": self.belongs, "choices": self.choices}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_name(self.path.name + ".part")
-        save_file(tensors, part, metadata={"progress": json.dumps({"step": step, "rows": rows})})
+        save_file(tensors, part, metadata={"progress": json.dumps(said)})
         part.replace(self.path)

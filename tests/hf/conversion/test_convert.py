@@ -8,6 +8,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import lln.hf
 from lln.hf.conversion.convert import Cycle, usual_options
+from lln.hf.conversion.digest import digest_of_batches, digest_of_model
 from lln.hf.conversion.keep import (
     affordable,
     affordable_heads,
@@ -180,18 +181,6 @@ def test_a_killed_conversion_goes_on(killed, tmp_path):
     torch.testing.assert_close(
         model(ids).last_hidden_state, whole(ids).last_hidden_state, rtol=1e-4, atol=1e-5
     )
-
-
-def test_progress_of_another_conversion_is_refused(tmp_path):
-    data = batches(3)
-    lln.hf.convert(
-        make("bert", head="AutoModel"), data, options=SMALL, transfer_steps=2, recover_steps=0,
-        folder=tmp_path,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="of another conversion"):
-        lln.hf.convert(
-            make("llama"), data, options=SMALL, transfer_steps=2, recover_steps=0, folder=tmp_path
-        )
 
 
 def test_other_mechanisms_convert_too():
@@ -421,3 +410,85 @@ def test_batches_are_tensors_by_name():
             lln.hf.convert(make("llama"), [{"input_ids": ids}, wrong], **STEPS, held_out=batches(1))
     with pytest.raises(TypeError, match=r"batches is a generator; .*a list"):
         lln.hf.convert(make("llama"), (x for x in batches(2)), **STEPS)
+
+
+def trained_otherwise(seed=5):
+    """The architecture of `make("llama")` with other weights."""
+    model = make("llama")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for x in model.parameters():
+            x.add_(0.1 * torch.randn(x.shape, generator=generator))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("model", "model"),
+        ("batches", "batches"),
+        ({"options": {**SMALL, "diag_block": 4}}, r"options\.diag_block=8, not 4"),
+        ({"transfer_steps": 1}, "transfer_steps=2, not 1"),
+        ({"recover_steps": 1}, "recover_steps=2, not 1"),
+        ({"transfer_options": {"seed": 1}}, r"transfer_options\.seed=None, not 1"),
+        ({"keep": 1}, "keep=0, not 1"),
+    ],
+)
+def test_a_folder_belongs_to_one_conversion(change, told, tmp_path):
+    """Another model of the same shape was given the first one's weights."""
+    lln.hf.convert(make("llama"), batches(3), folder=tmp_path, **STEPS)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    model = trained_otherwise() if change == "model" else make("llama")
+    data = batches(4)[1:] if change == "batches" else batches(3)
+    wanted = model(text()).logits
+    options = {**STEPS, **(change if isinstance(change, dict) else {})}
+    with pytest.raises(ValueError, match=told) as error:
+        lln.hf.convert(model, data, folder=tmp_path, **options)
+    assert str(tmp_path) in str(error.value) and "another folder" in str(error.value)
+    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert model(text()).logits.equal(wanted)
+
+
+def test_transfer_is_used_again_for_another_recovery(tmp_path):
+    """What recovery alone is told does not decide what transfer has learned."""
+    options = {**STEPS, "recover_steps": 0}
+    lln.hf.convert(make("llama"), batches(3), folder=tmp_path, **options)
+    seen = []
+    lln.hf.convert(
+        make("llama"), batches(3), folder=tmp_path, progress=lambda *said: seen.append(said[0]),
+        **STEPS,
+    )  # fmt: skip
+    assert seen == ["recover", "recover"]
+
+
+def test_a_choice_by_time_is_not_made_again(tmp_path, monkeypatch):
+    """The clock may say otherwise after a kill, and the stage is that of the first choice."""
+    monkeypatch.setattr("lln.hf.conversion.convert.EVERY", 1)
+    options = {**STEPS, "keep": "auto", "budget": 1e6, "length": 16}
+    found = iter(([1], [0]))
+    monkeypatch.setattr("lln.hf.conversion.convert.choose_kept", lambda *a, **k: next(found))
+
+    def kill(stage, step, steps, value):
+        if stage == "recover" and step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lln.hf.convert(make("llama"), batches(3), folder=tmp_path, progress=kill, **options)
+    done = lln.hf.convert(make("llama"), batches(3), folder=tmp_path, **options)
+    assert done.kept == [1] and done.replacement.layers == [0]
+
+
+def test_a_digest_is_of_content_alone(tmp_path):
+    model = make("llama", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    wanted = digest_of_model(model)
+    assert digest_of_model(again) == wanted == digest_of_model(model.train())
+    with torch.no_grad():
+        again.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-6
+    changed = digest_of_model(again)
+    again.config.rms_norm_eps = 1e-3
+    assert len({wanted, changed, digest_of_model(again), digest_of_model(model.bfloat16())}) == 4
+    ids = text(2, 12)
+    batches = [{"input_ids": ids}], [{"input_ids": ids.T}], [{"labels": ids}], [{"input_ids": 1}]
+    assert len({digest_of_batches(each) for each in batches}) == 4

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lln.hf
+from lln.hf.conversion.stage import Stage
 from tests.hf.tiny import make, padded, text
 
 LEARNED = {"mix": "learned", "learn_scale": True, "diag_block": 8}
@@ -175,3 +176,15 @@ def test_layers_in_half_precision_learn_as_others_do(dtype, conv):
         assert all(x.dtype == each and x.grad is None for x in learned)
     assert found[1] == pytest.approx(found[0], rel=0.05)
     assert found[1][-1] < found[1][0]
+
+
+def test_progress_of_other_layers_is_refused(tmp_path):
+    for family, refused in (("bert", False), ("roberta", True)):
+        model, ids = make(family), text(2, 12)
+        lln.hf.replace(model, "lln_diag", quiet=True, **LEARNED)
+        stage = Stage(tmp_path / "stage")
+        if not refused:
+            lln.hf.transfer(model, [{"input_ids": ids}], stage=stage)
+            continue
+        with pytest.raises(ValueError, match="is of another conversion: it has no"):
+            lln.hf.transfer(model, [{"input_ids": ids}], stage=stage)
