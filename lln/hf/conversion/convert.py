@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -15,12 +16,26 @@ from transformers import PreTrainedModel
 
 from lln.hf import cores
 from lln.hf.calibrate import calibrate
-from lln.hf.conversion.keep import Heads, choose_kept, choose_kept_heads
+from lln.hf.conversion.digest import digest_of_batches, digest_of_model
+from lln.hf.conversion.keep import (
+    Heads,
+    check_keep,
+    check_keep_heads,
+    choose_kept,
+    choose_kept_heads,
+)
 from lln.hf.conversion.recover import copy_teacher, recover
-from lln.hf.conversion.stage import Row, Stage, agreed, broadcast
+from lln.hf.conversion.stage import (
+    Row,
+    Stage,
+    agreed,
+    broadcast,
+    check_gradients,
+    without_labels,
+)
 from lln.hf.conversion.transfer import cores_of, transfer
 from lln.hf.positions import owner_of
-from lln.hf.replace import Replacement, attention_modules, replace
+from lln.hf.replace import Replacement, attention_modules, replace, replacements_of
 from lln.hf.rotation import check_rotation
 from lln.nn.feature_maps import LOG_FEATURES
 from lln.nn.presets import recommended
@@ -108,7 +123,7 @@ def convert(
     :func:`lln.hf.transfer` layer by layer, the choice of layers and heads that keep softmax, and
     :func:`lln.hf.recover` of the whole model on a frozen copy of itself. Each can be called alone.
     The model is changed in place; ``conversion.model.save_pretrained(folder)`` and
-    :func:`lln.hf.load` work as after ``replace``.
+    :func:`lln.hf.load` work as after ``replace``. After an error it is as before.
 
     Args:
         batches: Arguments of the model by name; long inputs, at the length that matters. A
@@ -134,7 +149,8 @@ def convert(
         held_out: Batches whose error decides and is reported; the last four of ``batches``
             otherwise, which should then not be reached.
         folder: Progress is written here; the same call again, with the model as it was at first,
-            goes on where it was killed.
+            goes on where it was killed. A folder with progress of another model, of other options
+            or of other batches (by their number, the first one and the held out) is refused.
         measure: Called with the softmax model first, and with the changed one after every stage.
         progress: Called with the stage, updates done, updates in all, and error or loss.
 
@@ -144,6 +160,11 @@ def convert(
         >>> done.errors["transfer"]
         >>> model.save_pretrained("minilm-linear")
     """
+    if not isinstance(batches, Sequence) and not hasattr(batches, "__getitem__"):
+        raise TypeError(
+            f"batches is a {type(batches).__name__}; pass a sequence, such as a list: batches are "
+            "used several times"
+        )
     if len(batches) < 1:
         raise ValueError("batches is empty; pass at least one dictionary of model inputs")
     if transfer_steps < 0 or recover_steps < 0 or calibration < 1:
@@ -155,62 +176,123 @@ def convert(
         raise ValueError(
             "teacher is the model that changes; leave it out, or pass copy.deepcopy(model)"
         )
+    check_gradients("convert")
+    _check_kept(model, keep, keep_heads)
     chosen = options
     if attention == "lln_nearfar":
         chosen = usual_options(model, options)
-    wanted = copy_teacher(model) if teacher is None and recover_steps else teacher
     held = list(Cycle(batches, len(batches) - 4, 4) if held_out is None else held_out)
+    decisive = {
+        "attention": attention,
+        **_flat("options", chosen),
+        "calibration": calibration,
+        "transfer_steps": transfer_steps,
+        **_flat("transfer_options", transfer_options),
+    }
+    later = {
+        "keep": keep,
+        "keep_heads": keep_heads,
+        "budget": budget,
+        "length": length,
+        "recover_steps": recover_steps,
+        **_flat("recover_options", recover_options),
+    }
+    stage_of = _open_stages(folder, model, teacher, batches, held, decisive, later)
+    own = copy_teacher(model) if recover_steps else None
+    wanted = own if teacher is None else teacher
     stages: list[Row] = []
     clock = _Clock(stages, model, measure)
     clock.done("softmax", of=teacher)
-    replacement = replace(model, attention, quiet=True, **(chosen or {}))
-    done = Conversion(model, replacement, dict(chosen or {}), stages=stages)
-    if any(cores.calibration_of(core) is not None for core in model.modules()):
-        calibrate(model, list(Cycle(batches, 0, calibration)))
-    broadcast(model)
-    done.head_errors = head_errors(model, held)
-    done.errors["calibrate"] = of_layers(done.head_errors)
-    clock.done("calibrate")
-    if transfer_steps:
-        done.curves["transfer"] = transfer(
-            model,
-            Cycle(batches, calibration, transfer_steps),
-            stage=_stage(folder, "transfer"),
-            progress=_told(progress, "transfer", transfer_steps),
-            **(transfer_options or {}),
-        )
+    with _given_back(model, own):
+        replacement = replace(model, attention, quiet=True, **(chosen or {}))
+        done = Conversion(model, replacement, dict(chosen or {}), stages=stages)
+        if any(cores.calibration_of(core) is not None for core in model.modules()):
+            calibrate(model, [without_labels(x) for x in Cycle(batches, 0, calibration)])
+        broadcast(model)
         done.head_errors = head_errors(model, held)
-        done.errors["transfer"] = of_layers(done.head_errors)
-        clock.done("transfer")
-    last = done.errors.get("transfer", done.errors["calibrate"])
-    places = list(attention_modules(model))
-    numbered = {places.index(path): core for path, core in cores_of(model).items()}
-    cost: dict[str, Any] = {"length": length, "budget": budget}
-    done.kept = agreed(choose_kept(keep, last, numbered, **cost))
-    if keep_heads:
-        done.kept_heads = agreed(
-            choose_kept_heads(keep_heads, done.head_errors, numbered, kept=done.kept, **cost)
-        )
-    if done.kept:
-        replacement.keep_softmax(done.kept)
-    if done.kept_heads:
-        replacement.keep_softmax_heads(done.kept_heads)
-        done.errors["keep"] = layer_errors(model, held)
-    if done.kept or done.kept_heads:
-        clock.done("keep")
-    if recover_steps and wanted is not None and replacement.active:
-        extra = dict(recover_options or {})
-        used = recover_steps * extra.get("accumulation", 1)
-        done.curves["recover"] = recover(
-            model,
-            wanted,
-            Cycle(batches, calibration + transfer_steps, used),
-            stage=_stage(folder, "recover"),
-            progress=_told(progress, "recover", recover_steps),
-            **extra,
-        )
-        clock.done("recover")
+        done.errors["calibrate"] = of_layers(done.head_errors)
+        clock.done("calibrate")
+        if transfer_steps:
+            done.curves["transfer"] = transfer(
+                model,
+                Cycle(batches, calibration, transfer_steps),
+                stage=stage_of.get("transfer"),
+                progress=_told(progress, "transfer", transfer_steps),
+                **(transfer_options or {}),
+            )
+            done.head_errors = head_errors(model, held)
+            done.errors["transfer"] = of_layers(done.head_errors)
+            clock.done("transfer")
+        last = done.errors.get("transfer", done.errors["calibrate"])
+        places = list(attention_modules(model))
+        numbered = {places.index(path): core for path, core in cores_of(model).items()}
+        cost: dict[str, Any] = {"length": length, "budget": budget}
+        before = stage_of["recover"].choices if folder is not None else {}
+        if before:  # by time, the choice might be another one now
+            done.kept = before["kept"]
+            done.kept_heads = {int(layer): heads for layer, heads in before["kept_heads"].items()}
+        else:
+            done.kept = agreed(choose_kept(keep, last, numbered, **cost))
+            if keep_heads and len(done.kept) < len(numbered):
+                done.kept_heads = agreed(
+                    choose_kept_heads(
+                        keep_heads, done.head_errors, numbered, kept=done.kept, **cost
+                    )
+                )
+        if folder is not None:
+            stage_of["recover"].choices = {"kept": done.kept, "kept_heads": done.kept_heads}
+        if done.kept:
+            replacement.keep_softmax(done.kept)
+        if done.kept_heads:
+            replacement.keep_softmax_heads(done.kept_heads)
+            done.errors["keep"] = layer_errors(model, held)
+        if done.kept or done.kept_heads:
+            clock.done("keep")
+        if wanted is not None and recover_steps and replacement.active:
+            extra = dict(recover_options or {})
+            used = recover_steps * extra.get("accumulation", 1)
+            done.curves["recover"] = recover(
+                model,
+                wanted,
+                Cycle(batches, calibration + transfer_steps, used),
+                stage=stage_of.get("recover"),
+                progress=_told(progress, "recover", recover_steps),
+                **extra,
+            )
+            clock.done("recover")
     return done
+
+
+def _check_kept(model: nn.Module, keep: Any, keep_heads: Any) -> None:
+    """Raise for what cannot be kept, before hours of learning."""
+    places = attention_modules(model)
+    heads = {
+        number: cores.place_of(module, path).num_heads
+        for number, (path, module) in enumerate(places.items())
+    }
+    check_keep(keep, heads)
+    kept: Any = heads if keep == len(heads) else () if isinstance(keep, (int, str)) else keep
+    check_keep_heads(keep_heads, {n: count for n, count in heads.items() if n not in kept})
+
+
+@contextlib.contextmanager
+def _given_back(model: PreTrainedModel, copied: PreTrainedModel | None) -> Iterator[None]:
+    """After an error the model attends as before, with the weights it had.
+
+    Args:
+        copied: A copy of the model, where its weights learn.
+    """
+    before = len(replacements_of(model).current)
+    try:
+        yield
+    except BaseException:
+        for replacement in replacements_of(model).current[before:]:
+            replacement()
+        if copied is not None:
+            with torch.no_grad():
+                for x, value in zip(model.parameters(), copied.parameters(), strict=True):
+                    x.copy_(value)
+        raise
 
 
 def usual_options(model: PreTrainedModel, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -294,8 +376,45 @@ class _Clock:
         self.start = time.perf_counter()
 
 
-def _stage(folder: str | Path | None, name: str) -> Stage | None:
-    return None if folder is None else Stage(Path(folder) / f"{name}.safetensors", EVERY)
+def _flat(argument: str, options: Mapping[str, Any] | None) -> Row:
+    """Options by their full names, so that a single one can be told."""
+    return {
+        f"{argument}.{name}": digest_of_batches([{name: value}])
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in (options or {}).items()
+    }
+
+
+def _open_stages(
+    folder: str | Path | None,
+    model: PreTrainedModel,
+    teacher: PreTrainedModel | None,
+    batches: Sequence[Batch],
+    held: Sequence[Batch],
+    decisive: Row,
+    later: Row,
+) -> dict[str, Stage]:
+    """Both stages by name, checked to be of this conversion; none without a folder.
+
+    Args:
+        decisive: What decides the result of transfer, and with it that of recovery.
+        later: What decides recovery alone.
+    """
+    if folder is None:
+        return {}
+    found = {
+        "model": digest_of_model(model),
+        "batches": f"{len(batches)}, the first {digest_of_batches([without_labels(batches[0])])}",
+        **decisive,
+    }
+    teacher_digest = None if teacher is None else digest_of_model(teacher)
+    both = {**found, "teacher": teacher_digest, "held_out": digest_of_batches(held), **later}
+    both, found = agreed((both, found))
+    return {
+        name: Stage(Path(folder) / f"{name}.safetensors", EVERY, belongs)
+        for name, belongs in (("transfer", found), ("recover", both))
+    }
 
 
 def _told(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -16,8 +17,6 @@ from lln.hf.softmax import softmax_attention
 
 def worst_layers(errors: Mapping[int, float], count: int) -> list[int]:
     """Numbers of the layers with the largest error, in the order of the model."""
-    if not 0 <= count <= len(errors):
-        raise ValueError(f"keep={count} of {len(errors)} layers: give 0 to {len(errors)}")
     return sorted(sorted(errors, key=lambda number: -errors[number])[:count])
 
 
@@ -80,6 +79,31 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def check_keep(keep: Any, layers: Collection[int]) -> None:
+    """Raise unless ``keep`` is one that :func:`choose_kept` can read.
+
+    Args:
+        layers: Numbers of the replaced layers.
+    """
+    if keep == "auto":
+        return
+    if _is_number(keep):
+        if not 0 <= keep <= len(layers):
+            raise ValueError(f"keep={keep} of {len(layers)} layers: give 0 to {len(layers)}")
+        return
+    if isinstance(keep, str) or not isinstance(keep, Collection):
+        raise ValueError(
+            f'keep={keep!r} is unknown; give a whole number, a list of layers or "auto"'
+        )
+    unknown = sorted(set(keep) - set(layers))
+    if unknown:
+        raise ValueError(f"keep={list(keep)}: there is no replaced layer {unknown[0]}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def choose_kept(
     keep: int | str | Sequence[int],
     errors: Mapping[int, float],
@@ -89,17 +113,13 @@ def choose_kept(
     budget: float,
 ) -> list[int]:
     """Read ``keep``: a number of the worst layers, "auto", or the layers themselves."""
+    check_keep(keep, errors)
     if isinstance(keep, str):
-        if keep != "auto":
-            raise ValueError(f'keep={keep!r} is unknown; give a number, a list of layers or "auto"')
         order = sorted(errors, key=lambda number: -errors[number])
         seconds = {number: time_of_layer(cores[number], length) for number in order}
         return worst_layers(errors, affordable(seconds, budget))
-    if isinstance(keep, int):
-        return worst_layers(errors, keep)
-    unknown = sorted(set(keep) - set(errors))
-    if unknown:
-        raise ValueError(f"keep={list(keep)}: there is no replaced layer {unknown[0]}")
+    if isinstance(keep, (int, Integral)):
+        return worst_layers(errors, int(keep))
     return sorted(set(keep))
 
 
@@ -117,10 +137,7 @@ def worst_heads(errors: Mapping[int, Sequence[float]], count: int) -> Heads:
     Args:
         errors: Of each layer ‖core_h − softmax_h‖² / ‖softmax‖² of its heads.
     """
-    order = _worst_first(errors)
-    if not 0 <= count <= len(order):
-        raise ValueError(f"keep_heads={count} of {len(order)} heads: give 0 to {len(order)}")
-    return _by_layer(order[:count])
+    return _by_layer(_worst_first(errors)[:count])
 
 
 def affordable_heads(
@@ -154,6 +171,42 @@ def affordable_heads(
     return count
 
 
+def check_keep_heads(keep_heads: Any, heads: Mapping[int, int]) -> None:
+    """Raise unless ``keep_heads`` is one that :func:`choose_kept_heads` can read.
+
+    Args:
+        heads: How many heads the layers have that do not keep softmax as a whole.
+    """
+    if not heads and keep_heads:
+        raise ValueError(
+            f"keep_heads={keep_heads!r}, but all layers keep softmax as a whole; leave keep_heads "
+            "out, or keep fewer layers"
+        )
+    if keep_heads == "auto":
+        return
+    if _is_number(keep_heads):
+        total = sum(heads.values())
+        if not 0 <= keep_heads <= total:
+            raise ValueError(f"keep_heads={keep_heads} of {total} heads: give 0 to {total}")
+        return
+    if not isinstance(keep_heads, Mapping):
+        raise ValueError(
+            f'keep_heads={keep_heads!r} is unknown; give a whole number, heads by layer or "auto"'
+        )
+    for number, wanted in keep_heads.items():
+        if number not in heads:
+            raise ValueError(
+                f"keep_heads={dict(keep_heads)}: layer {number} is not replaced, or keeps softmax "
+                "as a whole"
+            )
+        wrong = [head for head in wanted if not 0 <= head < heads[number]]
+        if wrong:
+            raise ValueError(
+                f"keep_heads={dict(keep_heads)}: layer {number} has {heads[number]} heads, "
+                f"not {wrong[0]}"
+            )
+
+
 def choose_kept_heads(
     keep_heads: int | str | Mapping[int, Sequence[int]],
     errors: Mapping[int, Sequence[float]],
@@ -165,29 +218,14 @@ def choose_kept_heads(
 ) -> Heads:
     """Read ``keep_heads``: a number of the worst heads, "auto", or the heads of each layer."""
     free = {number: found for number, found in errors.items() if number not in kept}
+    check_keep_heads(keep_heads, {number: len(found) for number, found in free.items()})
     if isinstance(keep_heads, str):
-        if keep_heads != "auto":
-            raise ValueError(
-                f'keep_heads={keep_heads!r} is unknown; give a number, heads by layer or "auto"'
-            )
         seconds = {number: time_of_layer(core, length) for number, core in cores.items()}
         sizes = {number: heads_of(core) for number, core in cores.items()}
         order = _worst_first(free)
         return worst_heads(free, affordable_heads(order, seconds, sizes, kept=kept, budget=budget))
-    if isinstance(keep_heads, int):
-        return worst_heads(free, keep_heads)
-    for number, heads in keep_heads.items():
-        if number not in free:
-            raise ValueError(
-                f"keep_heads={dict(keep_heads)}: layer {number} is not replaced, or keeps softmax "
-                "as a whole"
-            )
-        wrong = [head for head in heads if not 0 <= head < len(free[number])]
-        if wrong:
-            raise ValueError(
-                f"keep_heads={dict(keep_heads)}: layer {number} has {len(free[number])} heads, "
-                f"not {wrong[0]}"
-            )
+    if isinstance(keep_heads, (int, Integral)):
+        return worst_heads(free, int(keep_heads))
     return _by_layer([(number, head) for number, heads in keep_heads.items() for head in heads])
 
 

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lln.hf.conversion.stage import widen
 from lln.hf.rotation import Rotation
 from lln.hf.softmax import softmax_heads_of
 from lln.moments.rows import fields_of_rows, spaced_rows, take_rows
@@ -65,7 +66,8 @@ class Lesson:
             if self.rows and isinstance(core, LLNAttention) and core.conv_weight is None:
                 error, loss = self._of_rows(core, call)
             else:
-                given = answer(*(x.detach() for x in (call.q, call.k, call.v)))
+                inputs = [x.detach() for x in (call.q, call.k, call.v)]
+                given = answer(*(map(widen, inputs) if self.learn else inputs))
                 error = relative_error(given, call.wanted, call.query_mask)
                 loss = error.sum()
             if self.learn:

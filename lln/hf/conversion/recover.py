@@ -13,8 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lln.hf.conversion.stage import Row, Stage, average_gradients, rate_at, without_labels
-from lln.hf.conversion.transfer import cores_of
+from lln.hf.conversion.adapters import adapters
+from lln.hf.conversion.stage import (
+    Row,
+    Stage,
+    average_gradients,
+    check_gradients,
+    drawn_by,
+    in_float32,
+    rate_at,
+    widen,
+    without_labels,
+)
+from lln.hf.conversion.transfer import buffers_of, cores_of
 from lln.nn import LLNAttention
 
 #: What is compared: logits by their divergence, or token states and their mean over the text.
@@ -36,6 +47,7 @@ def recover(
     embeddings: bool = False,
     near_dropout: float = 0.0,
     accumulation: int = 1,
+    seed: int = 0,
     precision: torch.dtype | None = None,
     warmup: int = 10,
     clip: float = 1.0,
@@ -43,6 +55,9 @@ def recover(
     progress: Callable[[int, float], None] | None = None,
 ) -> list[Row]:
     """Tune a converted model on its teacher's answers, with AdamW, dropout off.
+
+    A model of half precision learns in float32 and is rounded at the end: its updates would be too
+    small for its weights.
 
     Objectives: "logits" is KL(teacher ‖ model) over the vocabulary, for language models, at every
     real token, or where the ``labels`` of a batch ask; "states" is ‖h − h*‖² / ‖h*‖² of the last
@@ -64,7 +79,9 @@ def recover(
         near_dropout: Share of the samples of a batch whose near branch is left out, so that the far
             branch is not bypassed.
         accumulation: Batches per update.
-        precision: ``torch.bfloat16`` computes both models under autocast; None as they are.
+        seed: Of what is drawn: adapters, and samples of ``near_dropout``.
+        precision: ``torch.bfloat16`` computes both models under autocast; None the teacher as it
+            is, the model in float32 at least.
         stage: Where progress is kept; the same call again goes on where it was killed.
         progress: Called after each update with the number done and the loss.
 
@@ -92,6 +109,7 @@ def recover(
         )
     if not 0 <= near_dropout < 1:
         raise ValueError(f"near_dropout={near_dropout} is not a share in [0, 1)")
+    check_gradients("recover")
     cores = cores_of(model)
     if any(x is y for x, y in zip(model.parameters(), teacher.parameters(), strict=False)):
         raise ValueError(
@@ -100,30 +118,33 @@ def recover(
         )
     count = -(-len(batches) // accumulation) if hasattr(batches, "__len__") else None  # type: ignore[arg-type]
     warmup = warmup if count is None else min(warmup, count // 10)
-    with _trainable(model, cores, lora, embeddings, near_dropout) as named:
+    device = next(model.parameters()).device
+    with _trainable(model, cores, lora, embeddings, near_dropout, seed) as named:
         new = {name for name in named if ".lln." in name}
         groups = [
             {"params": [x for name, x in named.items() if (name in new) == own], "factor": factor}
             for own, factor in ((False, 1.0), (True, core_rate))
         ]
         optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0)
-        done, found = stage.load(named, optimizer) if stage is not None else (0, [])
+        kept = {**named, **buffers_of(cores)}
+        done, found = stage.load(kept, optimizer) if stage is not None else (0, [])
         stream = itertools.islice(batches, done * accumulation, None)
-        device = next(model.parameters()).device.type
         ahead = getattr(model, "loss_type", None) in (None, "ForCausalLM")
         step = done
         while pieces := list(itertools.islice(stream, accumulation)):
             optimizer.zero_grad(set_to_none=True)
             total = 0.0
-            for batch in pieces:
-                inputs = without_labels(batch)
-                with torch.autocast(device, precision, enabled=precision is not None):
-                    with torch.no_grad():
-                        wanted = teacher(**inputs)
-                    loss = disagreement(model(**inputs), wanted, batch, objective, ahead=ahead)
-                    loss = loss / len(pieces)
-                loss.backward()
-                total = total + loss.detach()
+            with drawn_by(seed, step, device):
+                for batch in pieces:
+                    inputs = without_labels(batch)
+                    with torch.autocast(device.type, precision, enabled=precision is not None):
+                        with torch.no_grad():
+                            wanted = teacher(**inputs)
+                        given = model(**{name: widen(x) for name, x in inputs.items()})
+                        loss = disagreement(given, wanted, batch, objective, ahead=ahead)
+                        loss = loss / len(pieces)
+                    loss.backward()
+                    total = total + loss.detach()
             average_gradients(list(named.values()))
             if clip:
                 nn.utils.clip_grad_norm_(named.values(), clip)
@@ -139,7 +160,7 @@ def recover(
             if progress is not None:
                 progress(step, found[-1]["loss"])
             if stage is not None:
-                stage.save(step, named, optimizer, found, last=step == count)
+                stage.save(step, kept, optimizer, found, last=step == count)
         if step == 0:
             raise ValueError("batches is empty; pass at least one dictionary of model inputs")
     return found
@@ -223,6 +244,7 @@ def _trainable(
     lora: int,
     embeddings: bool,
     near_dropout: float,
+    seed: int,
 ) -> Iterator[dict[str, nn.Parameter]]:
     """The parameters that learn, by name; afterwards mode, flags and gradients are as before."""
     training = [module for module in model.modules() if module.training]
@@ -231,27 +253,21 @@ def _trainable(
         core: core.diag_dropout for core in cores.values() if isinstance(core, LLNAttention)
     }
     weights = {name: x.detach().clone() for name, x in model.named_parameters()}
-    adapted = None
     model.eval()
     try:
         for core in dropped:
             core.diag_dropout = near_dropout
             core.train(near_dropout > 0)
-        for x in model.parameters():
+        for x, _, _ in flags:
+            x.grad = None  # of another dtype than the weight will be
             x.requires_grad_(not lora)
-        if lora:
-            adapted = _adapt(model, lora)
-        elif not embeddings:
-            _freeze_embeddings(model)
-        for core in cores.values():
-            core.requires_grad_(True)
-        yield {name: x for name, x in model.named_parameters() if x.requires_grad}
-        if adapted is not None:
-            adapted.merge_and_unload()
-            adapted = None
+        with in_float32([model]), adapters(model, lora, seed) as new:
+            if not lora and not embeddings:
+                _freeze_embeddings(model)
+            for x in (*new, *(x for core in cores.values() for x in core.parameters())):
+                x.requires_grad_(True)
+            yield {name: x for name, x in model.named_parameters() if x.requires_grad}
     except BaseException:
-        if adapted is not None:
-            adapted.unload()
         with torch.no_grad():
             for name, x in model.named_parameters():
                 x.copy_(weights[name])
@@ -272,18 +288,6 @@ def _freeze_embeddings(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.requires_grad_(False)
-
-
-def _adapt(model: PreTrainedModel, rank: int) -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ImportError(
-            f"lora={rank} needs peft; install it with: pip install 'lln-attention[convert]', or "
-            "pass lora=0 to tune all weights"
-        ) from error
-    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-    return peft.get_peft_model(model, config)
 
 
 def copy_teacher(model: PreTrainedModel) -> PreTrainedModel:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,68 @@ def rate_at(step: int, steps: int | None, warmup: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))
 
 
+def check_gradients(function: str) -> None:
+    """Raise where torch was told that nobody wants gradients."""
+    if not torch.is_grad_enabled():
+        raise ValueError(
+            f"lln.hf.{function} learns and needs gradients; call it outside of torch.no_grad() or "
+            "torch.inference_mode()"
+        )
+
+
 def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
     """What a model is given: labels would make it compute a loss that nobody reads."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"batches: a batch is a {type(batch).__name__}; pass a dictionary of model inputs, "
+            '{"input_ids": ids}'
+        )
+    for name in ("input_ids", "attention_mask", "labels"):
+        if isinstance(batch.get(name), (list, tuple)):
+            raise TypeError(
+                f"batches: {name} is a {type(batch[name]).__name__}; pass tensors, by "
+                f'torch.tensor({name}) or return_tensors="pt" of the tokenizer'
+            )
     return {name: value for name, value in batch.items() if name != "labels"}
+
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@contextlib.contextmanager
+def in_float32(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Hold weights and buffers of half precision in float32 inside the block.
+
+    Updates are smaller than what half precision can tell apart, so that most would be lost.
+    """
+    tensors = {
+        id(x): (x, x.dtype)
+        for module in modules
+        for x in (*module.parameters(), *module.buffers())
+        if x.dtype in HALVES
+    }
+    try:
+        for x, _ in tensors.values():
+            x.data = x.data.float()
+        yield
+    finally:
+        for x, dtype in tensors.values():
+            x.data = x.data.to(dtype)
+
+
+def widen(value: Any) -> Any:
+    """A tensor of half precision in float32; everything else as it is."""
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value
+
+
+@contextlib.contextmanager
+def drawn_by(seed: int, step: int, device: torch.device) -> Iterator[None]:
+    """Let random draws follow from the step alone, in every process its own, inside the block."""
+    devices = [device] if device.type == "cuda" else []
+    rank = dist.get_rank() if processes() > 1 else 0
+    with torch.random.fork_rng(devices):
+        torch.manual_seed((seed * 1_000_003 + step) * processes() + rank)
+        yield
 
 
 def processes() -> int:
@@ -72,22 +132,57 @@ class Stage:
     Args:
         path: File that is written, as safetensors, never a pickle.
         every: Steps between two writes; 0 writes at the end only.
+        belongs: What decides the result, by name. A file that was begun with something else is
+            refused, and stays.
+
+    Attributes:
+        choices: What was decided on the way, kept with the progress; of the file, if there is one.
+
+    Raises:
+        ValueError: The file is of another conversion.
     """
 
-    def __init__(self, path: str | os.PathLike[str], every: int = 50) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        every: int = 50,
+        belongs: Mapping[str, Any] | None = None,
+    ) -> None:
         self.path, self.every = Path(path), every
+        self.belongs = json.loads(json.dumps(belongs or {}, default=str))
+        said = self._said()
+        self.choices: Row = said.get("choices", {})
+        before = said.get("belongs", self.belongs)
+        for name in {**before, **self.belongs}:
+            if before.get(name) != self.belongs.get(name):
+                raise ValueError(
+                    f"{self.path.parent} holds another conversion: its {self.path.name} was begun "
+                    f"with {name}={before.get(name)}, not {self.belongs.get(name)}; go on with "
+                    "that, pass another folder, or delete this one"
+                )
 
-    def load(
-        self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
-    ) -> tuple[int, list[Row]]:
-        """The step to go on at and the rows so far; 0 and none if nothing was written."""
+    def _said(self) -> Row:
+        """What the file says beside its tensors; nothing if there is none."""
         from safetensors import safe_open
 
         if not self.path.exists():
-            return 0, []
+            return {}
         with safe_open(self.path, framework="pt") as file:
-            said = json.loads((file.metadata() or {})["progress"])
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return json.loads((file.metadata() or {})["progress"])
+
+    def load(
+        self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+    ) -> tuple[int, list[Row]]:
+        """The step to go on at and the rows so far; 0 and none if nothing was written.
+
+        Args:
+            parameters: What learns, and buffers beside it.
+        """
+        from safetensors.torch import load_file
+
+        if not self.path.exists():
+            return 0, []
+        said, found = self._said(), load_file(self.path)
         missing = [name for name in parameters if name not in found]
         if missing:
             raise ValueError(
@@ -109,7 +204,7 @@ class Stage:
     def save(
         self,
         step: int,
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, Tensor],
         optimizer: torch.optim.Optimizer,
         rows: list[Row],
         *,
@@ -126,7 +221,8 @@ class Stage:
             tensors[name] = parameter.detach().cpu().contiguous()
             for key, value in optimizer.state.get(parameter, {}).items():
                 tensors[f"{name}/{key}"] = value.detach().cpu().contiguous()
+        said = {"step": step, "rows": rows, "belongs": self.belongs, "choices": self.choices}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_name(self.path.name + ".part")
-        save_file(tensors, part, metadata={"progress": json.dumps({"step": step, "rows": rows})})
+        save_file(tensors, part, metadata={"progress": json.dumps(said)})
         part.replace(self.path)

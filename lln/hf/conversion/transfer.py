@@ -9,10 +9,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lln.hf.conversion.lessons import Lesson
-from lln.hf.conversion.stage import Row, Stage, average_gradients, rate_at, without_labels
+from lln.hf.conversion.stage import (
+    Row,
+    Stage,
+    average_gradients,
+    check_gradients,
+    in_float32,
+    rate_at,
+    without_labels,
+)
 from lln.hf.replace import attention_modules
 from lln.hf.swapped_attention import SwappedAttention
 
@@ -37,7 +45,8 @@ def transfer(
     parameters of the cores alone (feature maps, factors of α and β, levels, mix, filters). LLN
     learns from ``rows`` queries of each sample, from the squared error of their outputs beside the
     variance of the head, and from the divergence of their attention weights; other mechanisms from
-    the error of all outputs. One update per batch, with a rate that rises for ``warmup`` batches
+    the error of all outputs. Cores of half precision learn in float32 and are rounded at the end.
+    One update per batch, with a rate that rises for ``warmup`` batches
     and falls to 0 along a cosine if their number is known. Gradients are averaged over the
     processes of torch.distributed, where there are several.
 
@@ -76,6 +85,8 @@ def transfer(
         if parameter.requires_grad
     }
     learn = learning_rate > 0
+    if learn:
+        check_gradients("transfer")
     if learn and not named:
         raise ValueError(
             'the replaced layers have nothing to learn; give replace() feature_map="learned", '
@@ -90,8 +101,9 @@ def transfer(
     generator = torch.Generator()
     options = {"rows": rows, "weights": weights} if learn else {}
     lessons = {path: Lesson(**options, learn=learn, generator=generator) for path in cores}
-    done, found = stage.load(named, optimizer) if stage is not None and learn else (0, [])
-    with _taught(model, cores, lessons, parameters):
+    kept = {**named, **buffers_of(cores)}
+    with _taught(model, cores, lessons, parameters), in_float32(cores.values() if learn else ()):
+        done, found = stage.load(kept, optimizer) if stage is not None and learn else (0, [])
         step = done
         for step, batch in enumerate(itertools.islice(batches, done, None), start=done + 1):
             optimizer.zero_grad()
@@ -109,7 +121,7 @@ def transfer(
                 last = [row["error"] for row in found[-len(cores) :]]
                 progress(step, sum(last) / len(last))
             if stage is not None and learn:
-                stage.save(step, named, optimizer, found, last=step == count)
+                stage.save(step, kept, optimizer, found, last=step == count)
         if step == 0:
             raise ValueError("batches is empty; pass at least one dictionary of model inputs")
     return found
@@ -161,6 +173,11 @@ def cores_of(model: nn.Module) -> dict[str, nn.Module]:
             "transfer"
         )
     return {path: core for path, core in found.items() if core is not None}
+
+
+def buffers_of(cores: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """What the cores measured or drew, by path and name."""
+    return {f"{path}.{name}": x for path, core in cores.items() for name, x in core.named_buffers()}
 
 
 def _read(lessons: Mapping[str, Lesson], step: int, *, by_head: bool) -> list[Row]:

@@ -8,6 +8,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import lln.hf
 from lln.hf.conversion.convert import Cycle, usual_options
+from lln.hf.conversion.digest import digest_of_batches, digest_of_model
 from lln.hf.conversion.keep import (
     affordable,
     affordable_heads,
@@ -182,18 +183,6 @@ def test_a_killed_conversion_goes_on(killed, tmp_path):
     )
 
 
-def test_progress_of_another_conversion_is_refused(tmp_path):
-    data = batches(3)
-    lln.hf.convert(
-        make("bert", head="AutoModel"), data, options=SMALL, transfer_steps=2, recover_steps=0,
-        folder=tmp_path,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="of another conversion"):
-        lln.hf.convert(
-            make("llama"), data, options=SMALL, transfer_steps=2, recover_steps=0, folder=tmp_path
-        )
-
-
 def test_other_mechanisms_convert_too():
     model = make("bert", head="AutoModel")
     done = lln.hf.convert(
@@ -317,3 +306,189 @@ def test_bad_requests_say_what_to_do():
         lln.hf.convert(make("bert"), batches(1), transfer_steps=-1)
     with pytest.raises(ValueError, match="teacher is the model that changes"):
         lln.hf.convert(model := make("bert"), batches(1), teacher=model)
+
+
+STEPS = {"options": SMALL, "transfer_steps": 2, "recover_steps": 2, "calibration": 1}
+
+
+@pytest.mark.parametrize("failing", ["calibrate", "transfer", "keep", "recover", "measure"])
+def test_a_failed_conversion_gives_the_model_back(failing, monkeypatch):
+    model, ids = loud("llama").train(), text(2, 20)
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    wanted, names = model(ids).logits, list(model.state_dict())
+    flags = [x.requires_grad for x in model.parameters()]
+
+    def fail(*args, **options):
+        raise RuntimeError("midway")
+
+    def measure(model):
+        if failing == "measure" and "recover" in seen:
+            fail()
+        return {}
+
+    seen = set()
+    if failing in ("calibrate", "recover"):
+        monkeypatch.setattr(f"lln.hf.conversion.convert.{failing}", fail)
+    if failing == "transfer":
+        monkeypatch.setattr("lln.hf.conversion.lessons.Lesson.compare", fail)
+    if failing == "keep":
+        monkeypatch.setattr("lln.hf.conversion.convert.choose_kept_heads", fail)
+    with pytest.raises(RuntimeError, match="midway"):
+        lln.hf.convert(
+            model, batches(3), **STEPS, keep=[1], keep_heads=1, measure=measure,
+            progress=lambda *said: seen.add(said[0]),
+        )  # fmt: skip
+    assert model(ids).logits.equal(wanted)
+    assert list(model.state_dict()) == names and not hasattr(model.config, "lln")
+    assert model.training and flags == [x.requires_grad for x in model.parameters()]
+    monkeypatch.undo()
+    assert lln.hf.convert(model, batches(3), **STEPS).replacement.active
+
+
+def test_a_model_beside_another_teacher_is_given_back_too():
+    model, ids = make("bert", head="AutoModel"), text(2, 20)
+    wanted = model(ids).last_hidden_state
+
+    def measure(own):
+        if seen:
+            raise RuntimeError("midway")
+        return {}
+
+    seen = []
+    with pytest.raises(RuntimeError, match="midway"):
+        lln.hf.convert(
+            model, batches(2), options=SMALL, teacher=loud("bert", "AutoModel"), transfer_steps=0,
+            recover_steps=2, measure=measure, progress=lambda *said: seen.append(said),
+        )  # fmt: skip
+    assert model(ids).last_hidden_state.equal(wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"keep": 1.5}, r"keep=1\.5 .*a list of layers"),
+        ({"keep": True}, "keep=True"),
+        ({"keep": [0, 2]}, "no replaced layer 2"),
+        ({"keep": 3}, "keep=3 of 2 layers"),
+        ({"keep_heads": 1.5}, r"keep_heads=1\.5 .*heads by layer"),
+        ({"keep": 2, "keep_heads": 1}, "keep_heads=1, but all layers keep softmax"),
+        ({"keep": [1, 0], "keep_heads": {0: [1]}}, "all layers keep softmax"),
+    ],
+)
+def test_what_is_kept_is_checked_before_anything_is_learned(options, match):
+    seen = []
+    with pytest.raises(ValueError, match=match):
+        lln.hf.convert(
+            make("bert"), batches(2), **STEPS, **options, progress=lambda *said: seen.append(said)
+        )
+    assert not seen
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_learning_without_gradients_is_refused(mode):
+    model = make("bert", head="AutoModel")
+    with mode(), pytest.raises(ValueError, match=r"torch\.no_grad\(\) or torch\.inference_mode"):
+        lln.hf.convert(model, batches(2), **STEPS)
+    lln.hf.replace(model, "lln_diag", quiet=True, learn_scale=True, diag_block=8)
+    with mode(), pytest.raises(ValueError, match=r"transfer learns.*torch\.no_grad"):
+        lln.hf.transfer(model, batches(1))
+    with mode(), pytest.raises(ValueError, match=r"recover learns.*torch\.no_grad"):
+        lln.hf.recover(model, make("bert", head="AutoModel"), batches(1))
+    with mode():
+        assert lln.hf.transfer(model, batches(1), learning_rate=0)
+
+
+def test_batches_are_tensors_by_name():
+    ids = text(2, 12)
+    for wrong, match in (
+        ({"input_ids": ids.tolist()}, r"input_ids is a list; .*torch\.tensor"),
+        (ids, "a batch is a Tensor; pass a dictionary"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            lln.hf.convert(make("llama"), [wrong], **STEPS)
+        with pytest.raises(TypeError, match=match):
+            lln.hf.convert(make("llama"), [{"input_ids": ids}, wrong], **STEPS, held_out=batches(1))
+    with pytest.raises(TypeError, match=r"batches is a generator; .*a list"):
+        lln.hf.convert(make("llama"), (x for x in batches(2)), **STEPS)
+
+
+def trained_otherwise(seed=5):
+    """The architecture of `make("llama")` with other weights."""
+    model = make("llama")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for x in model.parameters():
+            x.add_(0.1 * torch.randn(x.shape, generator=generator))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("model", "model"),
+        ("batches", "batches"),
+        ({"options": {**SMALL, "diag_block": 4}}, r"options\.diag_block=8, not 4"),
+        ({"transfer_steps": 1}, "transfer_steps=2, not 1"),
+        ({"recover_steps": 1}, "recover_steps=2, not 1"),
+        ({"transfer_options": {"seed": 1}}, r"transfer_options\.seed=None, not 1"),
+        ({"keep": 1}, "keep=0, not 1"),
+    ],
+)
+def test_a_folder_belongs_to_one_conversion(change, told, tmp_path):
+    """Another model of the same shape was given the first one's weights."""
+    lln.hf.convert(make("llama"), batches(3), folder=tmp_path, **STEPS)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    model = trained_otherwise() if change == "model" else make("llama")
+    data = batches(4)[1:] if change == "batches" else batches(3)
+    wanted = model(text()).logits
+    options = {**STEPS, **(change if isinstance(change, dict) else {})}
+    with pytest.raises(ValueError, match=told) as error:
+        lln.hf.convert(model, data, folder=tmp_path, **options)
+    assert str(tmp_path) in str(error.value) and "another folder" in str(error.value)
+    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert model(text()).logits.equal(wanted)
+
+
+def test_transfer_is_used_again_for_another_recovery(tmp_path):
+    """What recovery alone is told does not decide what transfer has learned."""
+    options = {**STEPS, "recover_steps": 0}
+    lln.hf.convert(make("llama"), batches(3), folder=tmp_path, **options)
+    seen = []
+    lln.hf.convert(
+        make("llama"), batches(3), folder=tmp_path, progress=lambda *said: seen.append(said[0]),
+        **STEPS,
+    )  # fmt: skip
+    assert seen == ["recover", "recover"]
+
+
+def test_a_choice_by_time_is_not_made_again(tmp_path, monkeypatch):
+    """The clock may say otherwise after a kill, and the stage is that of the first choice."""
+    monkeypatch.setattr("lln.hf.conversion.convert.EVERY", 1)
+    options = {**STEPS, "keep": "auto", "budget": 1e6, "length": 16}
+    found = iter(([1], [0]))
+    monkeypatch.setattr("lln.hf.conversion.convert.choose_kept", lambda *a, **k: next(found))
+
+    def kill(stage, step, steps, value):
+        if stage == "recover" and step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lln.hf.convert(make("llama"), batches(3), folder=tmp_path, progress=kill, **options)
+    done = lln.hf.convert(make("llama"), batches(3), folder=tmp_path, **options)
+    assert done.kept == [1] and done.replacement.layers == [0]
+
+
+def test_a_digest_is_of_content_alone(tmp_path):
+    model = make("llama", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    wanted = digest_of_model(model)
+    assert digest_of_model(again) == wanted == digest_of_model(model.train())
+    with torch.no_grad():
+        again.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-6
+    changed = digest_of_model(again)
+    again.config.rms_norm_eps = 1e-3
+    assert len({wanted, changed, digest_of_model(again), digest_of_model(model.bfloat16())}) == 4
+    ids = text(2, 12)
+    batches = [{"input_ids": ids}], [{"input_ids": ids.T}], [{"labels": ids}], [{"input_ids": 1}]
+    assert len({digest_of_batches(each) for each in batches}) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import lln.hf
 from lln.hf.conversion.recover import divergence_of_logits
+from lln.hf.conversion.stage import Stage
 from tests.hf.conversion.loud import loud
 from tests.hf.tiny import padded, text
 
@@ -176,3 +178,135 @@ def test_bad_requests_say_what_to_do():
         lln.hf.recover(model, teacher, data, near_dropout=1.0)
     with pytest.raises(ValueError, match="batches is empty"):
         lln.hf.recover(model, teacher, [])
+
+
+def resumed(tmp_path, **options):
+    """All tensors of a model that learned at once, and of one that was killed in between."""
+    found = []
+    for name, kills in (("whole", ()), ("killed", (4, 5))):
+        for kill in (*kills, None):
+            torch.manual_seed(len(found))  # what else was drawn must not matter
+            teacher, model = pair("llama")
+            model.to(options.get("dtype", torch.float32))
+            teacher.to(options.get("dtype", torch.float32))
+
+            def stop(step, loss, kill=kill):
+                if step == kill:
+                    raise KeyboardInterrupt
+
+            with contextlib.suppress(KeyboardInterrupt):
+                lln.hf.recover(
+                    model, teacher, batches(6), learning_rate=1e-3, near_dropout=0.5,
+                    lora=options.get("lora", 0), stage=Stage(tmp_path / name, 2), progress=stop,
+                )  # fmt: skip
+        found.append(model.state_dict())
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lora", [0, 4])
+def test_a_killed_recovery_ends_as_one_that_was_not(lora, dtype, tmp_path):
+    """Bit for bit, with samples whose near branch is left out by chance."""
+    whole, killed = resumed(tmp_path, lora=lora, dtype=dtype)
+    assert whole.keys() == killed.keys()
+    assert all(x.dtype == killed[name].dtype and x.equal(killed[name]) for name, x in whole.items())
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_in_half_precision_learn_as_others_do(dtype, lora):
+    """Their weights are float32 meanwhile: in bfloat16 most updates were rounded away."""
+    teacher, model = pair("llama")
+    for x in (teacher, model):
+        x.to(dtype)
+        x.lm_head.weight = x.model.embed_tokens.weight  # tied weights stay tied
+    kept = {name: x.detach().clone() for name, x in model.state_dict().items()}
+    first = gap(teacher, model, batches(1)[0])
+    rate = 1e-3 if lora else 1e-4
+    rows = lln.hf.recover(model, teacher, batches(20), learning_rate=rate, lora=lora, core_rate=3)
+    assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
+    assert gap(teacher, model, batches(1)[0]) < 0.95 * first
+    after = model.state_dict()
+    assert {name: x.dtype for name, x in after.items()} == {n: x.dtype for n, x in kept.items()}
+    learned = [n for n in after if "proj" in n]
+    changed = sum((after[n] != kept[n]).sum() for n in learned) / sum(
+        kept[n].numel() for n in learned
+    )
+    assert changed > 0.25
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model(text()).logits.dtype == dtype
+
+
+def test_an_error_in_half_precision_leaves_weights_and_gradients():
+    teacher, model = pair("llama")
+    teacher, model = teacher.bfloat16(), model.bfloat16()
+    model(text()).logits.sum().backward()
+    before = {name: (x.detach().clone(), x.grad) for name, x in model.named_parameters()}
+    with pytest.raises(ValueError, match="exactly one of"):
+        lln.hf.recover(model, teacher, [*batches(1), {"nonsense": 1}])
+    for name, x in model.named_parameters():
+        assert x.dtype == torch.bfloat16 and x.equal(before[name][0])
+        assert x.grad is before[name][1]
+
+
+def tuned(family="llama", **options):
+    """A softmax model with an adapter of its own, which matters, and which is called "default"."""
+    import peft
+
+    model = loud(family)
+    torch.manual_seed(3)
+    config = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+    model.add_adapter(peft.LoraConfig(**config, init_lora_weights=False, **options))
+    return model.eval()
+
+
+def test_adapters_that_were_there_stay():
+    teacher = tuned()
+    model = copy.deepcopy(teacher)
+    plain = copy.deepcopy(teacher)
+    plain.disable_adapters()
+    lln.hf.replace(model, "lln_nearfar", statistics="fixed", quiet=True, **OPTIONS)
+    lln.hf.calibrate(model, [{"input_ids": text(3, 40)}])
+    before, [batch] = {name: x.detach().clone() for name, x in model.named_parameters()}, batches(1)
+    first, far = gap(teacher, model, batch), gap(teacher, plain, batch)
+    lln.hf.recover(model, teacher, batches(20), learning_rate=1e-3, lora=2, core_rate=3)
+    assert gap(teacher, model, batch) < min(first, far)
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys()
+    assert all(x.equal(before[name]) for name, x in after.items() if ".lora_" in name)
+    assert any(not x.equal(before[name]) for name, x in after.items() if "base_layer" in name)
+    assert model.active_adapters() == ["default"] and list(model.peft_config) == ["default"]
+    kept = model(**batch).logits
+    model.disable_adapters()
+    assert not torch.allclose(model(**batch).logits, kept, atol=1e-2)
+
+
+def test_after_an_error_adapters_are_as_they_were():
+    teacher = tuned()
+    model = copy.deepcopy(teacher)
+    undo = lln.hf.replace(model, "lln_nearfar", statistics="fixed", quiet=True, **OPTIONS)
+    lln.hf.calibrate(model, [{"input_ids": text(3, 40)}])
+    with pytest.raises(ValueError, match="exactly one of"):
+        lln.hf.recover(model, teacher, [*batches(1), {"nonsense": 1}], lora=2)
+    undo()
+    assert model(text()).logits.equal(teacher(text()).logits)
+    assert model.active_adapters() == ["default"] and list(model.peft_config) == ["default"]
+
+
+def test_a_model_without_adapters_has_none_afterwards():
+    teacher, model = pair("llama")
+    lln.hf.recover(model, teacher, batches(1), lora=2)
+    assert not hasattr(model, "peft_config") and type(model.lm_head) is torch.nn.Linear
+    assert not any("lora" in name for name, _ in model.named_modules())
+
+
+def test_adapters_that_no_other_can_stand_beside_are_refused():
+    for change in ("dora", "off"):
+        model = tuned(use_dora=change == "dora")
+        if change == "off":
+            model.disable_adapters()
+        teacher = copy.deepcopy(model)
+        lln.hf.replace(model, "lln_nearfar", statistics="fixed", quiet=True, **OPTIONS)
+        lln.hf.calibrate(model, [{"input_ids": text(3, 40)}])
+        with pytest.raises(ValueError, match=r"lora=2: model\.layers\.0.*merge_and_unload"):
+            lln.hf.recover(model, teacher, batches(1), lora=2)
