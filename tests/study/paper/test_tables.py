@@ -8,7 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from lln.cli.app import app
+from lln.nn import RECOMMENDED
 from lln.study.paper import results
+from lln.study.paper.pages.best import best
 from lln.study.paper.pages.blocks import NOTHING_YET, rewrite
 from lln.study.paper.pages.write import BLOCKS
 from lln.study.paper.results import Mean
@@ -300,3 +302,21 @@ def test_the_block_of_a_page_is_the_table_or_says_that_there_are_no_rows(tmp_pat
     write(tmp_path, [step("lln", 512, 40.0)])
     (table,) = tables.make("2", tmp_path)
     assert table.markdown() in rewrite(page, tmp_path, BLOCKS)
+
+
+def test_readme_marks_a_model_on_its_plateau_and_shows_memory_beside_time(tmp_path):
+    """A loss before anything is learned is not a result, and time without memory is half of one."""
+    speed = {"train_seconds": 10.0, "tokens_per_second": 1e6, "peak_mb": 2048.0}
+
+    def trained(name, loss, **options):
+        return mlm(name, loss, options=options, precision="bf16", batches="packed") | speed
+
+    rows = [trained("softmax", 6.8), trained("lln_diag", 2.9, **RECOMMENDED)]
+    rows += [step("softmax", 4096, 30.0, 2048.0), step("lln_diag", 4096, 10.0, 2150.4)]
+    write(tmp_path, rows)
+    lines = best(tmp_path).splitlines()
+    assert any(line.endswith("| 6.80 † | – | 2.90 |") for line in lines)
+    assert any(line.endswith("GiB | 2.0 | – | 2.1 |") for line in lines)
+    assert lines[-1].startswith("† Still on the plateau")
+    write(tmp_path, [trained("softmax", 2.6), *rows[1:]])
+    assert "†" not in best(tmp_path)

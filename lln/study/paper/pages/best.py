@@ -1,4 +1,4 @@
-"""The six lines of README: our best measured results beside softmax, from the tables' records."""
+"""The table of README: LLN+Diag beside softmax at our largest scale, from the tables' records."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from lln.study.plots.numbers import three_digits
 
 Record = Mapping[str, Any]
 CONVOLUTION = {"conv": RECOMMENDED["conv"]}
+# Nats of a model that knows little more than how frequent words are.
+PLATEAU = 6.5
+ON_PLATEAU = "† Still on the plateau of its start: it learns later, its final loss is not known."
 
 
 def best(results: Path) -> str:
@@ -23,7 +26,8 @@ def best(results: Path) -> str:
     lines = [line for kind in kinds for line in kind(results)]
     if not lines:
         return NOTHING_YET
-    return markdown_table(["", "softmax", "softmax + conv", "LLN+Diag"], lines)
+    table = markdown_table(["", "softmax", "softmax + conv", "LLN+Diag"], lines)
+    return f"{table}\n\n{ON_PLATEAU}" if "†" in table else table
 
 
 def _three(records: Sequence[Record], key: str, form: str) -> list[str]:
@@ -31,6 +35,11 @@ def _three(records: Sequence[Record], key: str, form: str) -> list[str]:
     wanted = [("softmax", {}), ("softmax", CONVOLUTION), ("lln_diag", RECOMMENDED)]
     rows = [record_of(records, *one) for one in wanted]
     return ["–" if row is None else format(row[key], form) for row in rows]
+
+
+def _loss(cell: str) -> str:
+    """The same, marked where a model has hardly begun to learn."""
+    return f"{cell} †" if cell != "–" and float(cell) > PLATEAU else cell
 
 
 def _pretraining(results: Path) -> list[list[str]]:
@@ -46,7 +55,7 @@ def _pretraining(results: Path) -> list[list[str]]:
         if configuration["width"] == widest:
             size = f"{configuration['layers']} layers × {widest}, N = {configuration['length']:,}"
             words = f"loss of pre-training, {size} (recommended)"
-            lines.append([words, *_three(table.records, "loss", ".2f")])
+            lines.append([words, *map(_loss, _three(table.records, "loss", ".2f"))])
     return lines
 
 
@@ -81,8 +90,13 @@ def _step(results: Path) -> list[list[str]]:
     for table in tables.make("2", results)[:1]:
         longest = max((int(N) for row in table.records for N in row["milliseconds"]), default=0)
         times = {row["mechanism"]: row["milliseconds"].get(str(longest)) for row in table.records}
-        values = {name: three_digits(time) for name, time in times.items()}
-        return _two(f"training step of RoBERTa-base, N = {longest:,}, ms", values)
+        peaks = {row["mechanism"]: row["peak_mb"].get(str(longest)) for row in table.records}
+        step = f"training step of RoBERTa-base, N = {longest:,}"
+        memory = {name: f"{peak / 1024:.1f}" for name, peak in peaks.items() if peak}
+        return [
+            *_two(f"{step}, ms", {name: three_digits(time) for name, time in times.items()}),
+            *_two("memory of that step, GiB", memory),
+        ]
     return []
 
 
