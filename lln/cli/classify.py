@@ -50,8 +50,8 @@ def vit(
     dogs_vs_cats_64.npz. Numbers ending in 0 are the test images, in 1 those for validation.
     """
     with plain_errors("lln train vit"):
+        from lln.records.progress import shown
         from lln.study.tasks import vit as tasks
-        from lln.study.train.progress import shown
 
         name = recipe or ("digits" if data is None else "paper")
         changes = settings(settings_given, tasks.configure(name), attention)
@@ -90,8 +90,8 @@ def lra(
     from --data. Settings are the published ones: 50,000 steps; give fewer to try.
     """
     with plain_errors("lln train lra"):
+        from lln.records.progress import shown
         from lln.study.tasks import lra as tasks
-        from lln.study.train.progress import shown
 
         changes = settings(settings_given, tasks.configure(task, attention=attention), attention)
         config = tasks.configure(task, attention=attention, **changes)

@@ -96,8 +96,7 @@ def _save(rows: list[Any], folder: Path, configuration: str) -> Path:
     """Keep the rows of a check as a result."""
     import dataclasses
 
-    from lln.records import machine
-    from lln.study.bench import sweep
+    from lln.records import machine, saved
 
     facts = {
         **machine.facts(),
@@ -105,7 +104,7 @@ def _save(rows: list[Any], folder: Path, configuration: str) -> Path:
         "configuration": f"{configuration}; {machine.conditions()}",
     }
     lines = [{**dataclasses.asdict(row), **facts} for row in rows]
-    return sweep.save_json({"rows": lines}, folder, subject="onnx")
+    return saved.save_json({"rows": lines}, folder, subject="onnx")
 
 
 def _show(rows: list[Any]) -> None:

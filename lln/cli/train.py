@@ -176,9 +176,9 @@ def mlm(
     result row. --set length=4096 --set batches=padded trains on whole articles.
     """
     with plain_errors("lln train mlm"):
+        from lln.records.progress import shown
         from lln.study.tasks import experiment
         from lln.study.tasks import mlm as task
-        from lln.study.train.progress import shown
 
         changes = settings(settings_given, task.configure(recipe), attention)
         config = task.configure(recipe, attention=attention, **changes)
@@ -237,8 +237,8 @@ def glue(
     the like. A part of train chooses learning rate and epoch; dev is the test, looked at once.
     """
     with plain_errors("lln train glue"):
+        from lln.records.progress import shown
         from lln.study.tasks import glue as tasks
-        from lln.study.train.progress import shown
 
         changes = settings(settings_given, tasks.configure(task))
         config = tasks.configure(task, **changes)

@@ -50,7 +50,7 @@ TESTS = {
     "lln/study/train/loop.py": TRAINING,
     "lln/study/train/config.py": TRAINING,
     "lln/study/train/checkpoint.py": TRAINING,
-    "lln/study/train/seeds.py": f"tests/study/train/test_seeds.py {TRAINING}",
+    "lln/records/seeds.py": f"tests/study/train/test_seeds.py {TRAINING}",
 }
 
 

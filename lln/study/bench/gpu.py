@@ -17,8 +17,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lln.records import files, machine
-from lln.study.bench import peers, sweep
+from lln.records import files, machine, saved
+from lln.records.rows import Row
+from lln.study.bench import peers
 from lln.study.bench.apart.compiling import MOST_SECONDS, compile_ahead
 from lln.study.bench.apart.session import Session
 from lln.study.bench.cases import ALPHA, OPTIONS, TRAINING
@@ -42,7 +43,7 @@ CONFIGURATION = (
 COMPILING = 1 / 3  # of the minutes, at most
 
 
-def ratios(rows: Sequence[sweep.Row]) -> list[sweep.Row]:
+def ratios(rows: Sequence[Row]) -> list[Row]:
     """How many times faster ours is than each rival, on equal shapes and launches."""
     keys = ("op", "pass", "B", "N", "D", "dtype", "launch")
     theirs = {
@@ -72,7 +73,7 @@ def _compared_with(op: str, rival: str) -> str:
     return "causal" if OPTIONS.get(op, {}).get("is_causal") else "bidirectional"
 
 
-def added_by_measuring(rows: Sequence[sweep.Row]) -> list[sweep.Row]:
+def added_by_measuring(rows: Sequence[Row]) -> list[Row]:
     """Milliseconds that measuring α and β adds to LLN, by pass, length and launch."""
     keys = ("pass", "B", "N", "D", "dtype", "launch")
     times = {
@@ -87,7 +88,7 @@ def added_by_measuring(rows: Sequence[sweep.Row]) -> list[sweep.Row]:
     ]
 
 
-def plots(rows: Sequence[sweep.Row]) -> dict[str, str]:
+def plots(rows: Sequence[Row]) -> dict[str, str]:
     """Time against N (log-log) and share of the floor against N, forward and backward."""
     chosen = [
         r for r in rows
@@ -150,7 +151,7 @@ def run(
     say(f"compiling for {len(cases)} cases")
     compile_ahead([t.case for t in cases], seconds=min(MOST_SECONDS, COMPILING * seconds))
     facts = {**machine.facts("cuda"), "configuration": configuration()}
-    rows: list[sweep.Row] = []
+    rows: list[Row] = []
     with Session(cases, say, left=lambda: started + seconds - time.monotonic()) as session:
         bandwidth = session.bandwidth()
         say(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
@@ -169,7 +170,7 @@ def run(
         say(f"{session.checked} implementations agree with the float64 definition")
     console.print(table(rows))
     written = [_save(rows, folder, subject)]
-    written.append(files.write_text(written[0].with_suffix(".csv"), sweep.as_csv(rows)))
+    written.append(files.write_text(written[0].with_suffix(".csv"), saved.as_csv(rows)))
     for name, svg in plots(rows).items():
         path = written[0].with_name(f"{written[0].stem}_{name}.svg")
         written.append(files.write_text(path, svg))
@@ -184,14 +185,14 @@ def configuration() -> str:
     return "; ".join([CONFIGURATION, *(f"{name}={value}" for name, value in asked.items())])
 
 
-def _save(rows: Sequence[sweep.Row], folder: Path, subject: str) -> Path:
+def _save(rows: Sequence[Row], folder: Path, subject: str) -> Path:
     """Write rows and ratios so far, again and again: a run that is cut keeps what it measured."""
     content: dict[str, list[Any]] = {"ratios": ratios(rows)}
     content |= {"measuring": added_by_measuring(rows), "rows": list(rows)}
-    return sweep.save_json(content, folder, subject=subject, device="cuda")
+    return saved.save_json(content, folder, subject=subject, device="cuda")
 
 
-def table(rows: Sequence[sweep.Row]) -> Table:
+def table(rows: Sequence[Row]) -> Table:
     """What was measured, one line per case, a column per launch; the share is that of the graph."""
     shown = Table(title="Measurements (ms)", title_justify="left")
     keys = ("op", "impl", "pass", "B", "N", "D", "dtype")
@@ -199,7 +200,7 @@ def table(rows: Sequence[sweep.Row]) -> Table:
         shown.add_column(name)
     for name in (*LAUNCHES, "of floor"):
         shown.add_column(name, justify="right")
-    lines: dict[tuple[Any, ...], dict[str, sweep.Row]] = {}
+    lines: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         lines.setdefault(tuple(row[key] for key in keys), {})[row["launch"]] = row
     for key, found in lines.items():
@@ -210,5 +211,5 @@ def table(rows: Sequence[sweep.Row]) -> Table:
     return shown
 
 
-def _cell(row: sweep.Row | None) -> str:
+def _cell(row: Row | None) -> str:
     return "" if row is None else row["error"] or f"{row['ms_p50']:.4f}"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from lln.device.timing import quantiles
 from lln.instruments import monitor
-from lln.records import machine
-from lln.study.bench import sweep
+from lln.records import machine, saved
+from lln.records.rows import Row
 from lln.study.bench.roberta import Setting, seconds_of, training_step
-from lln.study.bench.timing import quantiles
 
 SUBJECT = "monitor"
 DEFAULT_RATE = 100  # of lln.instruments.monitor: every that many steps
@@ -28,12 +28,12 @@ def run(
             f"{row['mechanism']}: {row['step_ms']:.1f} ms a step, {row['watched_ms']:.1f} ms a "
             f"watched one, {row['share']:.2%} of the time at every={DEFAULT_RATE}"
         )
-    path = sweep.save_json({"rows": rows}, folder, subject=SUBJECT, device=device)
+    path = saved.save_json({"rows": rows}, folder, subject=SUBJECT, device=device)
     console.print(f"wrote {path}")
     return path
 
 
-def measure(attention: str, setting: Setting, *, device: str, steps: int) -> sweep.Row:
+def measure(attention: str, setting: Setting, *, device: str, steps: int) -> Row:
     """A row: medians of both kinds of step, and the share of the time the difference takes."""
     step = training_step(attention, setting, device)
     ordinary: list[float] = []

@@ -20,8 +20,8 @@ from rich.progress import track
 from rich.table import Table
 
 from lln.nn import recommended
-from lln.records import machine
-from lln.study.bench import sweep
+from lln.records import machine, saved
+from lln.records.rows import Row
 from lln.study.bench.check import CheckFailed
 from lln.study.bench.terminal import wide_console
 from lln.study.plots.numbers import three_digits
@@ -102,7 +102,7 @@ def run(
         sizes = [f"{row[name] / 2**20:,.1f}" for name in ("ours_bytes", "softmax_bytes")]
         table.add_row(f"{count}", f"{length:,}", *times, f"{row['ratio']:.2f}×", *sizes)
     console.print(table)
-    path = sweep.save_json({"rows": rows}, folder, subject=SUBJECT, device=device)
+    path = saved.save_json({"rows": rows}, folder, subject=SUBJECT, device=device)
     console.print(f"wrote {path}")
     return path
 
@@ -140,7 +140,7 @@ def check(models: dict[str, Any], *, new_tokens: int = 4) -> None:
             raise CheckFailed(f"the engine's tokens of {name} are {stream.tokens}, not {whole}")
 
 
-def measure(models: dict[str, Any], seats: int, length: int, *, steps: int) -> sweep.Row:
+def measure(models: dict[str, Any], seats: int, length: int, *, steps: int) -> Row:
     """A row: medians of a step of each, their ratio step by step, and what the seats hold.
 
     Streams read a short prompt and are moved to their place: the keys between are zeros there,

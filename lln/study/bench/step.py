@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from lln.device.timing import quantiles
 from lln.nn import RECOMMENDED
 from lln.study.bench.cases import TRAINING, Case
 from lln.study.bench.roberta import Setting, Step, seconds_of, training_step
-from lln.study.bench.timing import quantiles
 
 OP = "roberta_step"
 TOKENS = 16_384  # of a batch

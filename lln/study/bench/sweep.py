@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import datetime
-import io
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from lln.records import files, machine
+from lln.device.timing import time_call
+from lln.records import files, machine, saved
 from lln.records.rows import Row
 from lln.study.bench.cases import Case, call, inputs
 from lln.study.bench.check import check
 from lln.study.bench.memory import peaks
-from lln.study.bench.timing import time_call
 
 GROWTH_SPAN = 16  # growth is fitted over the last factor of 16 in N: caches flatter short lengths
 
@@ -103,35 +98,5 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> float:
 def save(rows: Sequence[Row], folder: Path, *, subject: str, device: str = "cpu") -> list[Path]:
     """Write ``subject_hardware_date.json`` (rows, ratios, growth) and ``.csv`` (rows)."""
     content = {"ratios": ratios(rows), "growth": growth(rows), "rows": list(rows)}
-    written = save_json(content, folder, subject=subject, device=device)
-    return [written, files.write_text(written.with_suffix(".csv"), as_csv(rows))]
-
-
-def save_json(
-    content: dict[str, list[Row]], folder: Path, *, subject: str, device: str = "cpu"
-) -> Path:
-    """Write lists of rows as ``subject_hardware_date.json``."""
-    date = datetime.date.today().isoformat()
-    name = f"{subject}_{machine.slug(device)}_{date}.json"
-    return files.write_text(folder / name, as_json({"subject": subject, "date": date, **content}))
-
-
-def as_json(content: dict[str, Any]) -> str:
-    """JSON with one row per line, so that a change shows as a changed line."""
-    parts = []
-    for key, value in content.items():
-        if isinstance(value, list):
-            lines = ",\n".join("    " + json.dumps(row, ensure_ascii=False) for row in value)
-            parts.append(f'  "{key}": [\n{lines}\n  ]')
-        else:
-            parts.append(f'  "{key}": {json.dumps(value, ensure_ascii=False)}')
-    return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def as_csv(rows: Sequence[Row]) -> str:
-    """Return the rows as CSV, columns in the order of the first row."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    written = saved.save_json(content, folder, subject=subject, device=device)
+    return [written, files.write_text(written.with_suffix(".csv"), saved.as_csv(rows))]

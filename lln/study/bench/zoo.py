@@ -20,13 +20,14 @@ from rich.table import Table
 
 from lln.device.capture import captured, free_generator
 from lln.device.precision import tf32_products
-from lln.records import files, machine
+from lln.device.timing import time_call
+from lln.records import files, machine, saved
+from lln.records.rows import Row
 from lln.study.bench import sweep
 from lln.study.bench.cases import FORWARD, TRAINING
 from lln.study.bench.check import CheckFailed
 from lln.study.bench.layers import OURS, SEED, LayerCase, call, check, layer_cases
 from lln.study.bench.memory import peaks, resident_peak, serve
-from lln.study.bench.timing import time_call
 from lln.study.plots.lines import Series
 from lln.study.plots.many_lines import many_lines_plot
 
@@ -59,7 +60,7 @@ def run(
         TimeElapsedColumn(),
         console=console,
     )
-    rows: list[sweep.Row] = []
+    rows: list[Row] = []
     with bars:
         task = bars.add_task("correctness check", total=len(cases))
         watch = lambda name: bars.update(task, description=name, advance=1)  # noqa: E731
@@ -78,8 +79,8 @@ def run(
         console.print(table)
     content: dict[str, list[Any]] = {"growth": growth, "rows": rows}
     subject = f"{SUBJECT}-quick" if quick else SUBJECT
-    written = [sweep.save_json(content, folder, subject=subject, device=device)]
-    written.append(files.write_text(written[0].with_suffix(".csv"), sweep.as_csv(rows)))
+    written = [saved.save_json(content, folder, subject=subject, device=device)]
+    written.append(files.write_text(written[0].with_suffix(".csv"), saved.as_csv(rows)))
     written.append(files.write_text(written[0].with_suffix(".svg"), plot(done)))
     for path in written:
         console.print(f"wrote {path}")
@@ -106,7 +107,7 @@ def measure(
     *,
     min_seconds: float = 0.3,
     watch: Callable[[str], None] | None = None,
-) -> Iterator[sweep.Row]:
+) -> Iterator[Row]:
     """A finished row per case; what does not fit into memory gives a row that says so."""
     device = cases[0].device if cases else "cpu"
     facts = machine.facts(device)
@@ -118,7 +119,7 @@ def measure(
     for case in cases:
         (watch or (lambda _: None))(case.name)
         error = ""
-        numbers: sweep.Row = {"launch": "eager"}
+        numbers: Row = {"launch": "eager"}
         numbers |= dict.fromkeys(("ms_p20", "ms_p50", "ms_p80", "samples", "peak_mb"))
         try:
             if on_gpu:
@@ -140,7 +141,7 @@ def _rounded(value: float | str | None) -> float | str | None:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def _measure_gpu(case: LayerCase) -> sweep.Row:
+def _measure_gpu(case: LayerCase) -> Row:
     from lln.study.bench.apart.clock import peak_megabytes, time_gpu
     from lln.study.bench.shapes import EAGER, GRAPH
 
@@ -159,7 +160,7 @@ def _measure_gpu(case: LayerCase) -> sweep.Row:
     return {"launch": launch, "ms_p20": p20, "ms_p50": p50, "ms_p80": p80, "peak_mb": peak}
 
 
-def tables(rows: Sequence[sweep.Row], growth: Sequence[sweep.Row]) -> Iterator[Table]:
+def tables(rows: Sequence[Row], growth: Sequence[Row]) -> Iterator[Table]:
     """One table per pass: time and memory at every length, fitted exponents."""
     lengths = sorted({row["N"] for row in rows})
     exponents = {(fit["op"], fit["impl"], fit["pass"]): fit for fit in growth}
@@ -179,7 +180,7 @@ def tables(rows: Sequence[sweep.Row], growth: Sequence[sweep.Row]) -> Iterator[T
         yield table
 
 
-def _cell(row: sweep.Row | None) -> str:
+def _cell(row: Row | None) -> str:
     if row is None:
         return ""
     peak = "" if row["peak_mb"] is None else f" ({row['peak_mb']:.0f})"
@@ -191,7 +192,7 @@ def label(op: str, impl: str) -> str:
     return f"{op} ({impl})" if op in ("softmax", *OURS) else op
 
 
-def plot(rows: Sequence[sweep.Row], *, passes: str = TRAINING) -> str:
+def plot(rows: Sequence[Row], *, passes: str = TRAINING) -> str:
     """Draw time against N over logarithmic axes, LLN and softmax highlighted."""
     chosen = [row for row in rows if row["pass"] == passes]
     curves, highlighted = [], []

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.study.bench import memory
-from lln.study.bench.timing import MIN_SAMPLES
+from lln.device import memory
+from lln.device.timing import MIN_SAMPLES
 from lln.study.conversion.watched import watched
 
 Row = dict[str, Any]

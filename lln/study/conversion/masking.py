@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lln.hf.conversion.recover import IGNORED
+from lln.records.seeds import derived_seed
 from lln.study.conversion.watched import Counted, watched
-from lln.study.train.seeds import derived_seed
 
 SHARE = 0.15  # of the tokens that are to be predicted
 

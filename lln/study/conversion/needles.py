@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from lln.records.seeds import generator
 from lln.study.conversion.decoders import last_logits
 from lln.study.conversion.texts import Frame
 from lln.study.conversion.watched import watched
-from lln.study.train.seeds import generator
 
 Row = dict[str, Any]
 DIGITS = 5

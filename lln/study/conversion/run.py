@@ -16,7 +16,7 @@ import torch
 import lln.hf
 from lln.hf.conversion.convert import Conversion
 from lln.records import files, machine
-from lln.records.rows import number
+from lln.records.rows import append_row, number, thinned
 from lln.study.conversion import page
 from lln.study.conversion.cost import decode_cost, forward_cost
 from lln.study.conversion.judge import Judge, judge_of
@@ -33,7 +33,6 @@ from lln.study.conversion.told import Told, duration
 from lln.study.conversion.unfinished import Unfinished
 from lln.study.inspect.model import quiet
 from lln.study.page import render
-from lln.study.train.runlog import append_row, thinned
 
 Row = dict[str, Any]
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}

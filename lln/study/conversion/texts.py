@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lln.records import order
 from lln.study.conversion.masking import Masking
-from lln.study.data import order, sources, text
+from lln.study.data import sources, text
 
 GROUP = 64  # articles that a tokenizer gets at once
 PIECE_OF_A_WORD = "a"  # what a tokenizer is asked to frame

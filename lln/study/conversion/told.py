@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from lln.study.train.progress import LINE_SECONDS, bar
+from lln.records.progress import LINE_SECONDS, bar
 
 
 def duration(seconds: float) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol, TypeVar
 
-from lln.study.train.config import TrainConfig
-from lln.study.train.progress import shown
+from lln.records.progress import shown
 
 T = TypeVar("T")
 Item = TypeVar("Item", covariant=True)
@@ -25,7 +24,7 @@ def watched(items: Counted[T], label: str = "") -> Iterator[T]:
         yield from items
         return
     progress = shown(label)
-    progress.start(TrainConfig(steps=len(items)), 0)
+    progress.start(len(items), 0)
     try:
         for done, item in enumerate(items, start=1):
             yield item

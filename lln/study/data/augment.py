@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from lln.study.train.seeds import generator
+from lln.records.seeds import generator
 
 MEAN, DEVIATION = 0.5, 0.25  # of the values a network gets
 _DRAWS = 6

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 from lln.records.rows import parse_row
+from lln.records.seeds import generator
 from lln.study.data import sources
 from lln.study.data.damage import DamagedData
 from lln.study.data.labels import class_of, score_of
-from lln.study.train.seeds import generator
 
 HELD_OUT = 0.1  # share of train that chooses learning rate and epoch
 MOST_HELD_OUT = 2000

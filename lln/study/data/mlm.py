@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lln.study.data.order import shuffled
+from lln.records.order import shuffled
+from lln.records.seeds import derived_seed
 from lln.study.data.tokens import END, MASK, PAD, SPECIAL, START, Tokens
-from lln.study.train.seeds import derived_seed
 
 SHARE = 0.15  # of the tokens of a row that are to be predicted
 KINDS = ("packed", "padded")

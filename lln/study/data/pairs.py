@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.study.train.seeds import generator
+from lln.records.seeds import generator
 
 BUCKETS = (32, 64, 96, 128, 192, 256, 384, 512)
 WINDOW = 32  # batches among which examples of like length are put together

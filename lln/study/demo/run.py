@@ -12,7 +12,7 @@ from rich.table import Table as Printed
 
 import lln
 from lln.device.threads import one_thread
-from lln.records import files, machine
+from lln.records import files, machine, saved
 from lln.study.bench import sweep
 from lln.study.demo import concentration, cost, page, training
 from lln.study.page import Table, render
@@ -62,9 +62,9 @@ def run(
         "training": [{**row, **origin, "configuration": trained[2]} for row in trained[1]],
     }
     for name, listed in rows.items():
-        files.write_text(folder / f"{name}.csv", sweep.as_csv(listed))
+        files.write_text(folder / f"{name}.csv", saved.as_csv(listed))
     if results is not None:
-        sweep.save_json(rows, results, subject="demo")
+        saved.save_json(rows, results, subject="demo")
     facts = {
         "lln": f"{lln.__version__}, commit {origin['commit']}",
         "device": f"{machine.device_name()} for time and memory, 1 for all else",

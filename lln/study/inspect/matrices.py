@@ -21,9 +21,8 @@ from lln.device.threads import one_thread
 from lln.instruments import entropy
 from lln.instruments.recording.attention_call import AttentionCall
 from lln.ops import reference
-from lln.records import machine
+from lln.records import machine, saved
 from lln.records.rows import Row
-from lln.study.bench import sweep
 from lln.study.inspect.model import CannotInspect, load, prepare
 from lln.study.inspect.run import calls_of, read_text
 from lln.study.plots.matrices import Matrix, matrices
@@ -142,7 +141,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "block": given.block,
     }
     content = {"rows": [about | row | facts for row in rows]}
-    path = sweep.save_json(content, given.results, subject="near-far-matrices")
+    path = saved.save_json(content, given.results, subject="near-far-matrices")
     path.with_suffix(".svg").write_bytes(picture)
     print(f"{path} and .svg, {len(picture) / 1000:.0f} kB")
 

@@ -17,8 +17,7 @@ import lln
 from lln.device.threads import one_thread
 from lln.instruments.recording.attention_call import AttentionCall
 from lln.instruments.recording.recorder import attention_calls
-from lln.records import files, machine
-from lln.study.bench import sweep
+from lln.records import files, machine, saved
 from lln.study.data import bundled as data
 from lln.study.inspect import heads, page
 from lln.study.inspect.model import CannotInspect, Inputs, Loaded, load, prepare
@@ -70,7 +69,7 @@ def run(
         "text": "Tiny Shakespeare" if text is None else text.name,
         "took": f"{time.perf_counter() - started:.0f} s",
     }
-    files.write_text(out / "heads.csv", sweep.as_csv(rows))
+    files.write_text(out / "heads.csv", saved.as_csv(rows))
     html = render(page.build(rows, name, _lede(loaded, inputs), facts))
     report = files.write_text(out / "report.html", html)
     console.print(f"\nReport: [bold]{report}[/bold] ({facts['took']}); open it in a browser.")

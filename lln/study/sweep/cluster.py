@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import lln
+from lln.records.rows import append_row, has_row
 from lln.study.sweep import job as jobs
 from lln.study.sweep.job import Place, Spec
 from lln.study.sweep.plan import Job
 from lln.study.sweep.run import Sweep
 from lln.study.tasks.experiment import Key
 from lln.study.train.runfolder import held
-from lln.study.train.runlog import append_row, has_row
 
 RESTARTS = 3  # of a run that lost its worker; one that raises an error would raise it again
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from lln.records.rows import Row, read_rows
+from lln.records.rows import Row, append_row, has_row, read_rows
 from lln.study.tasks import experiment
 from lln.study.tasks.experiment import Key
 from lln.study.tasks.pretrained import Pretrained
-from lln.study.train.runlog import CURVE, MONITOR, append_row, has_row, thinned_curve
+from lln.study.train.runlog import CURVE, MONITOR, thinned_curve
 
 Spec = dict[str, Any]
 # Starting a process takes longer than some runs: of these fields a job may have lists, a row each.

@@ -26,14 +26,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lln.records.rows import read_rows
+from lln.records.rows import has_row, key_of, read_rows
 from lln.records.shipped import sweeps
 from lln.study.sweep import job as jobs
 from lln.study.sweep.job import Place, Spec
 from lln.study.tasks.experiment import Key
 from lln.study.tasks.mlm import MLM
 from lln.study.tasks.pretrained import Pretrained
-from lln.study.train.runlog import has_row, key_of
 
 OF_THE_SWEEP = ("run", "slots", "timed", "then")  # the rest are fields of the run
 SETS = ("base", "grid", "runs", "then", "repeat")

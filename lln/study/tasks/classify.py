@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lln.records.rows import Row, read_rows
+from lln.records.rows import Row, read_rows, thinned
 from lln.study.tasks.experiment import RowTask
-from lln.study.train.runlog import CURVE, MONITOR, thinned
+from lln.study.train.runlog import CURVE, MONITOR
 from lln.study.train.task import Summary
 
 POINTS = 60  # of a curve that a result row keeps

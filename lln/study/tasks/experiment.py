@@ -20,11 +20,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lln.records.rows import Row
+from lln.records.progress import Progress
+from lln.records.rows import Row, append_row, find_row
 from lln.study.train import runfolder, runlog
 from lln.study.train.config import TrainConfig
 from lln.study.train.loop import train
-from lln.study.train.progress import Progress
 from lln.study.train.task import Summary, Task
 
 Key = tuple[str, int]
@@ -83,7 +83,7 @@ def run(
         watched = {"progress": progress, "tensorboard": tensorboard}
         summary = train(task, config, folder, **watched, test=test)
         if results is not None and summary.was_finished:
-            row = runlog.find_row(results, *key(task, config))
+            row = find_row(results, *key(task, config))
             if row is not None:
                 return row
         columns = task.row(summary, folder)
@@ -105,7 +105,7 @@ def row_of(
 def record(results: Path | None, row: Row, *, once: bool = False) -> None:
     """Append a row, if there is a file for it and this is the first process."""
     if results is not None and runfolder.is_first_process():
-        runlog.append_row(results, row, once=once)
+        append_row(results, row, once=once)
 
 
 class Timed(Task):

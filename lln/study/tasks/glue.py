@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lln.records.rows import Row
+from lln.records.progress import Progress
+from lln.records.rows import Row, find_row
 from lln.study.data import glue as data
 from lln.study.data.pairs import Encoded, batches, bucket, encode, in_order
 from lln.study.tasks import experiment, metrics
@@ -29,8 +30,7 @@ from lln.study.tasks.pretrained import Pretrained
 from lln.study.train import runfolder
 from lln.study.train.config import TrainConfig, check_number, check_whole
 from lln.study.train.loop import train
-from lln.study.train.progress import Progress
-from lln.study.train.runlog import find_row, result_row
+from lln.study.train.runlog import result_row
 from lln.study.train.task import Summary, Task
 
 EVALUATION_TOKENS = 65_536  # of a batch

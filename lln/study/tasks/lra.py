@@ -14,16 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lln.records.order import shuffled
 from lln.records.rows import Row
+from lln.records.seeds import seeded
 from lln.study.data.arena import datasets as data
-from lln.study.data.order import shuffled
 from lln.study.tasks import experiment
 from lln.study.tasks.classify import Classification
 from lln.study.tasks.experiment import Key
 from lln.study.tasks.models.lra import Classifier, LRASizes
 from lln.study.tasks.recipe import changed
 from lln.study.train.config import TrainConfig, check_whole
-from lln.study.train.seeds import seeded
 from lln.study.train.task import Summary
 
 # Of the code base, where they differ from the defaults of the zoo; options given replace them all.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lln.hf.cores import awaits_batches
 from lln.records.rows import Row
+from lln.records.seeds import derived_seed
 from lln.study.data import text, tokens
 from lln.study.data.mlm import Masking, Rows, batch, in_order
 from lln.study.tasks import experiment
@@ -20,7 +21,6 @@ from lln.study.tasks.experiment import Key
 from lln.study.tasks.mlm_recipes import MLMConfig
 from lln.study.tasks.mlm_recipes import configure as configure
 from lln.study.tasks.models.roberta import build_model, fast_tokenizer
-from lln.study.train.seeds import derived_seed
 from lln.study.train.task import Summary
 
 

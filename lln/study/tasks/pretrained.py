@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lln.records.seeds import seeded
 from lln.study.tasks.models import softmax, whole_layer
 from lln.study.train import checkpoint, runfolder
 from lln.study.train.config import TrainConfig
 from lln.study.train.loop import identity
-from lln.study.train.seeds import seeded
 from lln.study.train.task import Task
 
 

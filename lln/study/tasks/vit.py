@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lln.records.order import shuffled
 from lln.records.rows import Row
+from lln.records.seeds import seeded
 from lln.study.data import images
 from lln.study.data.augment import Augmentation, augment, plain
-from lln.study.data.order import shuffled
 from lln.study.tasks import experiment
 from lln.study.tasks.classify import Classification
 from lln.study.tasks.experiment import Key
 from lln.study.tasks.models import softmax
 from lln.study.tasks.recipe import changed
 from lln.study.train.config import TrainConfig, check_whole
-from lln.study.train.seeds import seeded
 
 EVALUATION_ROWS = 500
 # For a few hundred tokens, where the defaults of the zoo are made for longer inputs; the rank is

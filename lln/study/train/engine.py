@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lln.records.seeds import derived_seed, seed_everything
 from lln.study.train.config import TrainConfig
 from lln.study.train.graph import ORDINARY_FIRST, Graphs
 from lln.study.train.processes import Processes
-from lln.study.train.seeds import derived_seed, seed_everything
 
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 AUTOCAST = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

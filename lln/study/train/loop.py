@@ -24,10 +24,10 @@ from torch import Tensor
 
 from lln.device.precision import tf32_products
 from lln.instruments.monitor import DEFAULT_MEASURES, monitor
+from lln.records.progress import Progress, Silent
 from lln.study.train import checkpoint, processes, runfolder
 from lln.study.train.config import TrainConfig
 from lln.study.train.engine import Engine, stored
-from lln.study.train.progress import Progress, Silent
 from lln.study.train.runlog import RunLog
 from lln.study.train.task import Summary, Task
 
@@ -113,7 +113,7 @@ class _Run:
         if self.step >= config.steps or self.stopped:
             self.progress.finished(self.step)
         else:
-            self.progress.start(config, self.step)
+            self.progress.start(config.steps, self.step)
         if self.step == 0 and config.eval_every and self.engine.evaluate(self.task.is_ready):
             self._evaluate()
         self.mark = time.perf_counter()

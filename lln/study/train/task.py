@@ -36,7 +36,7 @@ class Task:
         """Load data, onto the device if that is faster; called once, before everything else."""
 
     def build(self) -> nn.Module:
-        """The model, from the seed alone: use :func:`lln.study.train.seeds.seeded`."""
+        """The model, from the seed alone: use :func:`lln.records.seeds.seeded`."""
         raise NotImplementedError
 
     def batch(self, step: int, rows: slice) -> Mapping[str, Tensor]:

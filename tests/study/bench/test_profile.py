@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lln.study.bench import roberta, step, sweep
+from lln.records import saved
+from lln.study.bench import roberta, step
 from lln.study.bench.cases import RUNNERS
 from lln.study.bench.kernels import profile
 from lln.study.bench.shapes import TOKENS
@@ -53,7 +54,7 @@ def test_the_page_names_our_kernels_and_sums_those_of_pytorch(tmp_path):
         {"op": "near_far", "D": 64, "kernel": name, "us": us, "launches": count, **facts}
         for name, us, count in kernels
     ]
-    sweep.save_json({"rows": rows}, tmp_path, subject=profile.SUBJECT, device="cpu")
+    saved.save_json({"rows": rows}, tmp_path, subject=profile.SUBJECT, device="cpu")
     page = gpu_profile(tmp_path)
     assert "| `near_far`, heads of 64 | 41 | join 30, PyTorch's own 11 (3) |" in page
     assert "No rows" in gpu_profile(tmp_path / "empty")

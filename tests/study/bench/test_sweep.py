@@ -9,7 +9,9 @@ import json
 import pytest
 import torch
 
-from lln.study.bench import cases, check, memory, sweep, timing
+from lln.device import timing
+from lln.device.memory import MB, RESET_PEAK
+from lln.study.bench import cases, check, memory, sweep
 from lln.study.bench.cases import TRAINING, Case
 
 COLUMNS = [
@@ -136,16 +138,16 @@ def test_an_unknown_runner_is_named():
         cases.call(case, cases.inputs(case))
 
 
-@pytest.mark.skipif(not memory.RESET_PEAK.exists(), reason="peak memory is read on Linux only")
+@pytest.mark.skipif(not RESET_PEAK.exists(), reason="peak memory is read on Linux only")
 def test_peak_memory_sees_the_matrix():
     sdpa, matrix = memory.peaks([Case("bidirectional", impl, 2048) for impl in ("sdpa", "matrix")])
     assert sdpa is not None and matrix is not None
-    scores = 12 * 2048 * 2048 * 4 / memory.MB  # 192 MB, twice while the softmax is taken
+    scores = 12 * 2048 * 2048 * 4 / MB  # 192 MB, twice while the softmax is taken
     assert 1.95 * scores <= matrix <= 2.5 * scores  # the kernel counts pages a little late
     assert 6 <= sdpa <= scores  # at least its own output
 
 
-@pytest.mark.skipif(not memory.RESET_PEAK.exists(), reason="peak memory is read on Linux only")
+@pytest.mark.skipif(not RESET_PEAK.exists(), reason="peak memory is read on Linux only")
 def test_memory_that_an_earlier_call_has_freed_is_seen_again():
     """The output alone takes 24 MB; what an allocator keeps for later would hide it."""
     found = list(memory.peaks([Case("measured", "eager", 8192)] * 3))

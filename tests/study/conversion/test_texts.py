@@ -152,6 +152,6 @@ def test_in_order_there_is_an_end():
 
 
 def test_loops_show_how_far_they_are(monkeypatch, capsys):
-    monkeypatch.setattr("lln.study.train.progress.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("lln.records.progress.LINE_SECONDS", 0.0)
     assert list(watched("abc", "letters")) == list(watched("abc")) == ["a", "b", "c"]
     assert capsys.readouterr().out.splitlines() == [f"letters: step {i} of 3" for i in (1, 2, 3)]

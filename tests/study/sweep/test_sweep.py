@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import lln
 from lln.cli.app import app
-from lln.records.rows import read_rows
+from lln.records.rows import append_row, read_rows
 from lln.study.sweep import job as jobs
 from lln.study.sweep.job import Place
 from lln.study.sweep.plan import (
@@ -30,7 +30,6 @@ from lln.study.sweep.run import Sweep
 from lln.study.tasks import glue
 from lln.study.tasks.models import softmax
 from lln.study.train import runfolder
-from lln.study.train.runlog import append_row
 from tests.study.tasks.small_glue import fine_tune, pretrain, write_glue, write_text
 from tests.waiting import HANGS
 

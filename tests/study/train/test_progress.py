@@ -8,7 +8,7 @@ import types
 import pytest
 from rich.console import Console
 
-from lln.study.train import progress
+from lln.records import progress
 from lln.study.train.loop import train
 from tests.study.train.toy import Toy, toy_config
 

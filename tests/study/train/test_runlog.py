@@ -8,9 +8,9 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from lln.records.rows import read_rows
+from lln.records.rows import append_row, has_row, read_rows
 from lln.study.train.config import TrainConfig
-from lln.study.train.runlog import RunLog, append_row, has_row, result_row
+from lln.study.train.runlog import RunLog, result_row
 
 
 def test_rows_of_many_writers_are_all_there(tmp_path):
@@ -73,7 +73,7 @@ def test_curves_are_cut_back_to_where_a_run_resumes(tmp_path):
 FULL = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (400, 400))
-from lln.study.train.runlog import append_row
+from lln.records.rows import append_row
 from lln.records.rows import RowFile
 rows, curve, said = sys.argv[1], RowFile(sys.argv[2]), []
 for step in range(6):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lln.study.train.seeds import derived_seed, seed_everything
+from lln.records.seeds import derived_seed, seed_everything
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lln.study.data.order import shuffled
+from lln.records.order import shuffled
+from lln.records.seeds import generator, seeded
 from lln.study.train import processes
 from lln.study.train.config import TrainConfig
 from lln.study.train.loop import Task, train
-from lln.study.train.seeds import generator, seeded
 from tests.waiting import HANGS
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from lln.device.capture import captured
+from lln.device.timing import quantiles
 from lln.study.bench.shapes import EAGER, GRAPH, HOST, SERIES
-from lln.study.bench.timing import quantiles
 
 CALLS = {GRAPH: 1, SERIES: 10}
 HOST_CALLS = 100  # that the time of the host is taken from

@@ -20,8 +20,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lln.records import machine
-from lln.study.bench import sweep
+from lln.records import machine, saved
+from lln.records.rows import Row
 from lln.study.bench.kernels.offline import check_toolchain, compiling
 from lln.study.bench.kernels.resources import BACKWARD, FORWARD, OPS, ResourceCase
 
@@ -33,7 +33,7 @@ CALLED = ("bidirectional", "lln_diag", "causal", "varlen", "decode")
 CONFIGURATION = f"N={LENGTH} B=1, fresh process, empty cache, CUDA started before"
 
 
-def first_call(case: ResourceCase) -> list[sweep.Row]:
+def first_call(case: ResourceCase) -> list[Row]:
     """Seconds of the first forward and backward pass in this process, and the kernels of each."""
     on_gpu = torch.cuda.is_available()
     with contextlib.ExitStack() as inside:
@@ -81,7 +81,7 @@ def _launches(inside: contextlib.ExitStack) -> list[Any]:
     return launched
 
 
-def first_calls(cases: Sequence[ResourceCase]) -> Iterator[list[sweep.Row]]:
+def first_calls(cases: Sequence[ResourceCase]) -> Iterator[list[Row]]:
     """The rows of every case, each from a process of its own."""
     with get_context("spawn").Pool(1, torch.set_num_threads, (1,), maxtasksperchild=1) as pool:
         yield from pool.imap(first_call, cases, chunksize=1)
@@ -93,7 +93,7 @@ def run(
     ops: Sequence[str] | None = None,
     widths: Sequence[int] | None = None,
     console: Console | None = None,
-) -> list[sweep.Row]:
+) -> list[Row]:
     """Measure, print, and write ``first-call_hardware_date.json`` if a folder is given.
 
     Raises:
@@ -110,18 +110,18 @@ def run(
         check_toolchain(ARCH)
     cases = [ResourceCase(op, width, DTYPE) for op in ops or CALLED for width in widths or WIDTHS]
     facts = {**machine.facts(device), "configuration": CONFIGURATION}
-    rows: list[sweep.Row] = []
+    rows: list[Row] = []
     for case, found in zip(cases, first_calls(cases), strict=True):
         console.print(case.name, highlight=False)
         rows += [{**row, **facts} for row in found]
     console.print(table(rows))
     if folder is not None:
-        written = sweep.save_json({"rows": rows}, folder, subject="first-call", device=device)
+        written = saved.save_json({"rows": rows}, folder, subject="first-call", device=device)
         console.print(f"wrote {written}")
     return rows
 
 
-def table(rows: Sequence[sweep.Row]) -> Table:
+def table(rows: Sequence[Row]) -> Table:
     """One line per pass."""
     called = bool(rows) and rows[0]["called"]
     title = "First call" if called else f"Compiled for sm_{ARCH}, not run"

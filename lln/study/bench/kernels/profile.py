@@ -17,8 +17,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lln.records import machine
-from lln.study.bench import step, sweep
+from lln.records import machine, saved
+from lln.records.rows import Row
+from lln.study.bench import step
 from lln.study.bench.cases import TRAINING, Case, call, inputs
 from lln.study.bench.shapes import BASE, TOKENS, WIDE_TOKENS
 from lln.study.bench.terminal import wide_console
@@ -62,7 +63,7 @@ def calls_of(ops: Sequence[str]) -> Iterator[tuple[str, int, Callable[[], object
             yield f"{step.OP} {case.impl}, N = {case.N}", case.D, step.step_of(case).update
 
 
-def by_kernel(events: Iterable[tuple[str, float]], calls: int) -> list[sweep.Row]:
+def by_kernel(events: Iterable[tuple[str, float]], calls: int) -> list[Row]:
     """Microseconds and launches of a call, by kernel, the longest first."""
     total: dict[str, float] = {}
     count: dict[str, int] = {}
@@ -106,19 +107,19 @@ def run(folder: Path, *, ops: Sequence[str] | None = None, console: Console | No
         raise SystemExit(1)
     facts: dict[str, Any] = machine.facts("cuda")
     facts["configuration"] = f"N={LENGTH} bfloat16, 12 heads, fwd+bwd, mean of {CALLS} calls"
-    rows: list[sweep.Row] = []
+    rows: list[Row] = []
     path = folder
     for name, width, run_once in calls_of(ops or OPS):
         found = by_kernel(events_of(run_once), CALLS)
         rows += [{"op": name, "D": width, **row, **facts} for row in found]
         console.print(f"{name}, heads of {width}: {sum(row['us'] for row in found):.0f} us")
-        path = sweep.save_json({"rows": rows}, folder, subject=SUBJECT, device="cuda")
+        path = saved.save_json({"rows": rows}, folder, subject=SUBJECT, device="cuda")
     console.print(table(rows))
     console.print(f"wrote {path}")
     return path
 
 
-def table(rows: Sequence[sweep.Row]) -> Table:
+def table(rows: Sequence[Row]) -> Table:
     """Every kernel of every op."""
     shown = Table(title="Kernels of a forward and backward pass", title_justify="left")
     for name in ("op", "D", "kernel", "launches", "us"):

@@ -25,8 +25,8 @@ from torch import Tensor
 from lln.ops import triton as kernels
 from lln.ops.local import Local
 from lln.ops.triton import tiles
-from lln.records import machine
-from lln.study.bench import sweep
+from lln.records import machine, saved
+from lln.records.rows import Row
 from lln.study.bench.cases import DIAG_BLOCK, TAPS, WIDE_BLOCK
 from lln.study.bench.kernels.offline import (
     ARCHITECTURES,
@@ -55,7 +55,7 @@ HERE = torch.device("cpu")  # where the tensors are that nobody touches
 CONFIGURATION = f"B=1 H={HEADS} E=D block={DIAG_BLOCK}, in float32 {SINGLE_BLOCK}"
 
 # The numbers of what does not compile.
-NOTHING: sweep.Row = {
+NOTHING: Row = {
     "kernel": "", "warps": None, "stages": None, "registers": None, "spilled_bytes": None,
     "shared_bytes": None, "programs": 0, "fits": False,
 }  # fmt: skip
@@ -301,9 +301,9 @@ def resource_cases(
     return found
 
 
-def compile_case(case: ResourceCase, arch: int) -> list[sweep.Row]:
+def compile_case(case: ResourceCase, arch: int) -> list[Row]:
     """A row per kernel of a case; what does not compile gives a row that says why."""
-    rows: list[sweep.Row] = []
+    rows: list[Row] = []
     seen: list[Any] = []
     named = {"op": case.op, "D": case.D, "dtype": case.dtype, "masked": case.masked}
     named["arch"] = f"sm_{arch}"
@@ -338,7 +338,7 @@ def _launch(case: ResourceCase, length: int, arch: int) -> tuple[list[Any], int 
     return launched, forward, ""
 
 
-def _numbers(kernel: Any, arch: int) -> sweep.Row:
+def _numbers(kernel: Any, arch: int) -> Row:
     used = usage(kernel)
     return {
         "kernel": kernel.metadata.name, "warps": used.warps, "stages": kernel.metadata.num_stages,
@@ -349,9 +349,9 @@ def _numbers(kernel: Any, arch: int) -> sweep.Row:
 
 def compile_all(
     cases: Sequence[ResourceCase], arch: int, *, jobs: int, watch: Callable[[str], None]
-) -> list[sweep.Row]:
+) -> list[Row]:
     """The rows of all cases, in their order; ``watch`` is told what is finished."""
-    found: dict[ResourceCase, list[sweep.Row]] = {}
+    found: dict[ResourceCase, list[Row]] = {}
     if jobs <= 1:
         for case in cases:
             found[case] = compile_case(case, arch)
@@ -365,7 +365,7 @@ def compile_all(
 
 def _in_processes(
     cases: Sequence[ResourceCase], arch: int, jobs: int
-) -> Iterator[tuple[ResourceCase, list[sweep.Row]]]:
+) -> Iterator[tuple[ResourceCase, list[Row]]]:
     """Every case with its rows, as they are finished."""
     with ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         asked = {pool.submit(compile_case, case, arch): case for case in cases}
@@ -388,7 +388,7 @@ def run(
     folder: Path | None = None,
     jobs: int | None = None,
     console: Console | None = None,
-) -> list[sweep.Row]:
+) -> list[Row]:
     """Compile, print, and write ``resources-smARCH_hardware_date.json`` if a folder is given.
 
     Ends with status 1 if a kernel does not compile or does not fit the architecture.
@@ -409,13 +409,13 @@ def run(
     if folder is not None:
         facts = {**machine.facts(), "configuration": CONFIGURATION}
         content = {"rows": [{**row, **facts} for row in rows]}
-        console.print(f"wrote {sweep.save_json(content, folder, subject=f'resources-sm{arch}')}")
+        console.print(f"wrote {saved.save_json(content, folder, subject=f'resources-sm{arch}')}")
     if bad:
         raise SystemExit(1)
     return rows
 
 
-def table(rows: Sequence[sweep.Row], arch: int) -> Table:
+def table(rows: Sequence[Row], arch: int) -> Table:
     """What was compiled, one line per kernel; what spills or does not fit says so."""
     name = ARCHITECTURES[arch].name
     shown = Table(title=f"Kernels on sm_{arch} ({name})", title_justify="left")

@@ -22,8 +22,8 @@ from rich.table import Table
 
 from lln.ops.triton import tiles
 from lln.ops.triton.tiles import Tile
-from lln.records import machine
-from lln.study.bench import sweep
+from lln.records import machine, saved
+from lln.records.rows import Row
 from lln.study.bench.apart.clock import time_launch
 from lln.study.bench.apart.groups import in_processes
 from lln.study.bench.cases import FORWARD, TRAINING, Case, call, inputs
@@ -183,7 +183,7 @@ def rows(
     *,
     end: float = math.inf,
     watch: Callable[[str], None] = lambda _: None,
-) -> Iterator[sweep.Row]:
+) -> Iterator[Row]:
     """A row per trial, the tile in use first; one that cannot run says why."""
     base: dict[tuple[str, int], float] = {}
     for trial in wanted:
@@ -191,7 +191,7 @@ def rows(
             watch("the time is over")
             return
         key = trial.kernel, trial.width
-        row: sweep.Row = {"kernel": trial.kernel, "width": trial.width, "dtype": trial.dtype}
+        row: Row = {"kernel": trial.kernel, "width": trial.width, "dtype": trial.dtype}
         row |= {**trial.tile._asdict(), "in_use": trial.tile == current(*key)}
         row |= {"op": trial.case.op, "pass": trial.case.passes, "ms": None, "gain": None}
         try:
@@ -204,7 +204,7 @@ def rows(
         yield row
 
 
-def table(found: Sequence[sweep.Row], best: int = 5) -> Table:
+def table(found: Sequence[Row], best: int = 5) -> Table:
     """The fastest tiles of every kernel, and the one in use."""
     shown = Table(title="Tiles", title_justify="left")
     names = (*("kernel", "width"), *Tile._fields, *("op", "pass"))
@@ -228,7 +228,7 @@ def run(
     widths: Sequence[int] | None = None,
     minutes: float | None = None,
     console: Console | None = None,
-) -> list[sweep.Row]:
+) -> list[Row]:
     """Try the tiles of some kernels; rows go to ``tiles_hardware_date.json`` if there is a folder.
 
     Raises:
@@ -249,13 +249,13 @@ def run(
     console.print(f"compiling {len(wanted)} tiles")
     in_processes(_run_once, wanted, seconds=COMPILE_SECONDS)
     facts: dict[str, Any] = {**machine.facts("cuda"), "configuration": CONFIGURATION}
-    found: list[sweep.Row] = []
+    found: list[Row] = []
     for row in rows(wanted, measure, end=end, watch=lambda text: console.print(text)):
         found.append({**row, **facts})
         if folder is not None and len(found) % 20 == 0:
-            sweep.save_json({"rows": found}, folder, subject="tiles", device="cuda")
+            saved.save_json({"rows": found}, folder, subject="tiles", device="cuda")
     console.print(table(found))
     if folder is not None:
-        path = sweep.save_json({"rows": found}, folder, subject="tiles", device="cuda")
+        path = saved.save_json({"rows": found}, folder, subject="tiles", device="cuda")
         console.print(f"wrote {path}")
     return found

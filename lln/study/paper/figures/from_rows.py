@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lln.records import files
+from lln.records import files, saved
 from lln.records.shipped import runnable
-from lln.study.bench import sweep
 from lln.study.paper import results
 from lln.study.paper.figures import from_curves as training_figures
 from lln.study.paper.figures import from_results as run_figures
@@ -26,7 +25,7 @@ def draw(name: str, rows: Path, folder: Path) -> list[Path]:
     if not panels:
         return []
     written = [
-        files.write_text(folder / f"figure_{name}.csv", sweep.as_csv(run_figures.points(panels)))
+        files.write_text(folder / f"figure_{name}.csv", saved.as_csv(run_figures.points(panels)))
     ]
     for kind, content in as_files(f"figure-{name}", panels).items():
         path = folder / f"figure_{name}.{kind}"

@@ -24,9 +24,8 @@ from lln.instruments import (
     measure,
     second_eigenvalue,
 )
-from lln.records import machine
+from lln.records import machine, saved
 from lln.records.rows import Row
-from lln.study.bench import sweep
 from lln.study.paper.figures.activations import activation_rows
 from lln.study.paper.figures.inputs import ATTENTIONS, Attention, gaussian, spread
 
@@ -168,7 +167,7 @@ def main(tables: Mapping[str, Callable[[], Iterator[Row]]], subject: str) -> Non
     torch.set_num_threads(1)
     facts = machine.facts()
     content = {name: [row | facts for row in rows()] for name, rows in tables.items()}
-    print(sweep.save_json(content, folder, subject=subject))
+    print(saved.save_json(content, folder, subject=subject))
 
 
 if __name__ == "__main__":

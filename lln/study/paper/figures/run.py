@@ -11,9 +11,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import lln
 from lln.device.threads import one_thread
-from lln.records import files, machine
+from lln.records import files, machine, saved
 from lln.records.rows import Row
-from lln.study.bench import sweep
 from lln.study.page import Page, Plot, Plots, Section, Text, render
 from lln.study.paper.figures import FIGURES
 from lln.study.paper.figures.drawing import PANELS
@@ -63,7 +62,7 @@ def _compute(name: str, quick: bool, bars: Progress) -> list[Row]:
 
 
 def _write(name: str, rows: list[Row], folder: Path, facts: dict[str, str]) -> list[Path]:
-    table = sweep.as_csv([row | facts for row in rows])
+    table = saved.as_csv([row | facts for row in rows])
     paths = [files.write_text(folder / f"figure_{name}.csv", table)]
     for kind, content in as_files(f"figure-{name}", PANELS[name](rows)).items():
         path = folder / f"figure_{name}.{kind}"

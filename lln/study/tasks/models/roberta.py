@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lln.records.seeds import seeded
 from lln.study.data import tokens
 from lln.study.tasks.mlm_recipes import MLMConfig
 from lln.study.tasks.models import softmax, whole_layer
-from lln.study.train.seeds import seeded
 
 BLOCKS = {"lln_diag": "diag_block", "block_diag": "block"}
 

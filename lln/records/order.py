@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lln.study.train.seeds import generator
+from lln.records.seeds import generator
 
 
 def shuffled(step: int, rows: slice, *, batch_size: int, count: int, seed: int) -> Tensor:

@@ -7,8 +7,6 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from lln.study.train.config import TrainConfig
-
 LINE_SECONDS = 30.0
 
 
@@ -16,7 +14,7 @@ class Progress(Protocol):
     """What the loop tells while it runs."""
 
     def finished(self, step: int) -> None: ...
-    def start(self, config: TrainConfig, step: int) -> None: ...
+    def start(self, total: int, step: int) -> None: ...
     def at(self, step: int) -> None: ...
     def train(self, row: Mapping[str, Any], tokens_per_second: float | None) -> None: ...
     def evaluation(self, row: Mapping[str, Any]) -> None: ...
@@ -27,7 +25,7 @@ class Silent:
     """Says nothing."""
 
     def finished(self, step: int) -> None: ...
-    def start(self, config: TrainConfig, step: int) -> None: ...
+    def start(self, total: int, step: int) -> None: ...
     def at(self, step: int) -> None: ...
     def train(self, row: Mapping[str, Any], tokens_per_second: float | None) -> None: ...
     def evaluation(self, row: Mapping[str, Any]) -> None: ...
@@ -57,8 +55,8 @@ class Lines:
     def finished(self, step: int) -> None:
         self.say(f"finished before, with step {step:,}; nothing is left to train")
 
-    def start(self, config: TrainConfig, step: int) -> None:
-        self.total, self._said = config.steps, time.monotonic()
+    def start(self, total: int, step: int) -> None:
+        self.total, self._said = total, time.monotonic()
         if step:
             self.say(f"continues after step {step:,}")
 
@@ -116,10 +114,10 @@ class Bar(Lines):
     def say(self, text: str) -> None:
         self.console.print(f"{self.label}: {text}", highlight=False)
 
-    def start(self, config: TrainConfig, step: int) -> None:
-        super().start(config, step)
+    def start(self, total: int, step: int) -> None:
+        super().start(total, step)
         self._bar = bar(self.console)
-        self._task = self._bar.add_task(self.label, total=config.steps, completed=step, now="")
+        self._task = self._bar.add_task(self.label, total=total, completed=step, now="")
         self._bar.start()
 
     def at(self, step: int) -> None:
