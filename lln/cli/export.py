@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lln.cli.bench import let_waiting_threads_sleep
-from lln.cli.settings import mechanism_options
-from lln.cli.train import plain_errors
+from lln.cli.options import mechanism_options
+from lln.cli.running import let_waiting_threads_sleep, plain_errors
 
 
 def export(

@@ -8,12 +8,12 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from lln.cli import classify
-from lln.cli import train as cli_train
 from lln.cli.app import app
-from lln.cli.settings import fields_of, read_settings, rewritten
 from lln.nn import recommended
-from lln.study.tasks import glue, lra, mlm, vit
+from lln_study.cli import classify
+from lln_study.cli import train as cli_train
+from lln_study.cli.settings import fields_of, read_settings, rewritten
+from lln_study.tasks import glue, lra, mlm, vit
 
 TASKS = {
     "mlm": [],
@@ -40,7 +40,7 @@ def configured(monkeypatch):
             found.append(config)
             raise ValueError("configured")
 
-        monkeypatch.setattr(importlib.import_module(f"lln.study.tasks.{name}"), "reads", reads)
+        monkeypatch.setattr(importlib.import_module(f"lln_study.tasks.{name}"), "reads", reads)
         done = CliRunner().invoke(app, ["train", name, *TASKS[name], *words])
         assert done.exit_code == 1 and "configured" in done.output, done.output
         return found[0], done.stderr
