@@ -48,17 +48,19 @@ LIBRARY: dict[str, set[str]] = {
 }
 # Tables, plots and pages never import what is being judged: they are made from rows.
 STUDY: dict[str, set[str]] = {
+    "study.sweep_files": set(),
     "study.paper": {"records"},
-    "study.paper.tables": {"study.paper", "study.sweep", "report", "records"},
+    "study.paper.tables": {"study.paper", "study.sweep_files", "report", "records"},
     "study.train": {"device", "instruments", "records", "report"},
     "study.data": {"texts", "device", "records"},
     "study.tasks": {"study.data", "study.train", "texts", "hf", "zoo", "records", "report"},
-    "study.sweep": {"study.tasks", "study.data", "study.train", "records"},
+    "study.sweep": {"study.sweep_files", "study.tasks", "study.data", "study.train", "records"},
     "study.bench": {
         *("report", "functional", "nn", "zoo", "hf", "mechanisms", "moments", "ops"),
         *("instruments", "protocols", "records", "device"),
     },
     "study.paper.figures": {
+        "study.sweep_files",
         *("study.bench", "study.data", "study.paper", "study.paper.tables", "report", "texts"),
         *("device", "functional", "hf", "inspect", "instruments", "moments", "nn", "ops"),
         "records",
@@ -67,6 +69,7 @@ STUDY: dict[str, set[str]] = {
         *("study.paper.figures", "device", "instruments", "moments", "ops", "records"),
     },
     "study.paper.pages": {
+        "study.sweep_files",
         *("study.paper", "study.paper.tables", "study.paper.figures"),
         *("report", "records", "nn"),
     },

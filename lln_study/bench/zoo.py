@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from lln.device.capture import captured, free_generator
+from lln.device.memory import peaks, resident_peak, serve
 from lln.device.precision import tf32_products
 from lln.device.timing import time_call
 from lln.records import files, machine, saved
@@ -29,7 +30,6 @@ from lln_study.bench import sweep
 from lln_study.bench.cases import FORWARD, TRAINING
 from lln_study.bench.check import CheckFailed
 from lln_study.bench.layers import OURS, SEED, LayerCase, call, check, layer_cases
-from lln.device.memory import peaks, resident_peak, serve
 
 SUBJECT = "zoo"
 GPU_MILLISECONDS = 60  # of repeated calls per case

@@ -28,8 +28,8 @@ from typing import Any
 
 from lln.records.rows import has_row, key_of, read_rows
 from lln_study.sweep import job as jobs
-from lln_study.sweep.files import FOLDER
 from lln_study.sweep.job import Place, Spec
+from lln_study.sweep_files import FOLDER
 from lln_study.tasks.experiment import Key
 from lln_study.tasks.mlm import MLM
 from lln_study.tasks.pretrained import Pretrained

@@ -9,7 +9,7 @@ from lln.report.panels import as_files
 from lln_study.paper import results
 from lln_study.paper.figures import from_curves as training_figures
 from lln_study.paper.figures import from_results as run_figures
-from lln_study.sweep.files import runnable
+from lln_study.sweep_files import runnable
 
 FIGURES = {**training_figures.FIGURES, **run_figures.FIGURES}
 

@@ -29,7 +29,7 @@ from lln_study.paper.results import (
     read,
     read_curves,
 )
-from lln_study.sweep.files import FOLDER
+from lln_study.sweep_files import FOLDER
 
 Fields = Mapping[str, Any]
 SMALL = "lln_alone"  # folder of the rows of sweeps/lln_alone_cpu.json

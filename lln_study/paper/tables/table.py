@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lln.report.page import Table
 from lln_study.paper import results
-from lln_study.sweep.files import runnable
+from lln_study.sweep_files import runnable
 
 # number -> where the function is, what it needs, and how to get the rows
 TABLES: dict[str, tuple[str, str, str]] = {

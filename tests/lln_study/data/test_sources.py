@@ -224,6 +224,6 @@ def test_the_command_line_says_it_in_a_line(tmp_path, line):
     good = '{"sentence": "a", "label": 1}\n'
     write_sst2(tmp_path / "glue", good * 3 + line + "\n")
     words = ["train", "glue", "--task", "sst2", "--from", str(pretrain(tmp_path, "softmax"))]
-    result = CliRunner().invoke(app, [*words, "--data", str(tmp_path), "--max-length", "64"])
+    result = CliRunner().invoke(app, [*words, "--data", str(tmp_path), "--set", "max_length=64"])
     assert isinstance(result.exception, SystemExit), result.exception
     assert "sst2_train.jsonl, line 4" in str(result.exception)

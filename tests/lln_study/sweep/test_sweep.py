@@ -412,7 +412,16 @@ def test_mistakes_in_a_file_are_said(tmp_path, data):
 def test_the_commands_run_what_they_are_asked(tmp_path, data):
     """A pre-training, `lln train glue` from it, and a sweep whose runs have their rows."""
     runner = CliRunner()
-    small = ["--batch-size", "8", "--epochs", "1", "--max-length", "32", "--lr", "1e-3"]
+    small = [
+        "--set",
+        "batch_size=8",
+        "--set",
+        "epochs=1",
+        "--set",
+        "max_length=32",
+        "--set",
+        "rates=1e-3",
+    ]
     absent = runner.invoke(app, ["train", "glue", "--task", "sst2", "--from", str(tmp_path)])
     assert absent.exit_code == 1 and "neither a run" in str(absent.output) + str(absent.exception)
     run_folder = pretrain(tmp_path, "lln")

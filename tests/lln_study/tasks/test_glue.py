@@ -85,8 +85,17 @@ def test_the_command_says_which_rates_diverged(places, tmp_path, rates):
     """It ends with status 1 if no other rate is left to report."""
     data, runs = places
     words = ["train", "glue", "--task", "sst2", "--from", str(runs["softmax"]), "--data", str(data)]
-    words += ["--epochs", "1", "--batch-size", "8", "--max-length", "32", "--out", str(tmp_path)]
-    done = CliRunner().invoke(app, [*words, *(word for rate in rates for word in ("--lr", rate))])
+    words += [
+        "--set",
+        "epochs=1",
+        "--set",
+        "batch_size=8",
+        "--set",
+        "max_length=32",
+        "--out",
+        str(tmp_path),
+    ]
+    done = CliRunner().invoke(app, [*words, "--set", f"rates={','.join(rates)}"])
     assert "diverged with learning rate 1e+30" in done.output
     (row,) = read_rows(tmp_path / "results.jsonl")
     assert row["diverged_rates"] == [1e30]

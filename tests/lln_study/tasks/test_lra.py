@@ -207,8 +207,8 @@ def write_reviews(folder, monkeypatch) -> None:
     monkeypatch.setenv("LLN_CACHE", str(folder / "cache"))
 
 
-COMMAND = ["train", "lra", "--task", "text", "--attention", "lln", "--steps", "2"]
-COMMAND += ["--batch-size", "2", "--precision", "fp32"]
+COMMAND = ["train", "lra", "--task", "text", "--attention", "lln", "--set", "steps=2"]
+COMMAND += ["--set", "batch_size=2", "--set", "precision=fp32"]
 
 
 def test_command(tmp_path, monkeypatch):
@@ -223,7 +223,7 @@ def test_command(tmp_path, monkeypatch):
 
 def test_command_says_that_a_run_diverged(tmp_path, monkeypatch):
     write_reviews(tmp_path, monkeypatch)
-    out = ["--data", str(tmp_path), "--out", str(tmp_path / "run"), "--lr", "1e30"]
+    out = ["--data", str(tmp_path), "--out", str(tmp_path / "run"), "--set", "learning_rate=1e30"]
     result = CliRunner().invoke(app, [*COMMAND, *out, "--attention", "elu"])
     assert result.exit_code == 1
     assert "lln train lra: the run diverged" in result.output + str(result.exception)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lln.cli import options as cli_settings
 from lln.nn import recommended
 from lln.records.rows import read_rows
 from lln.texts import bundled as data
 from lln.texts import text
-from lln_study.cli import settings as cli_settings
 from lln_study.data import tokens
 from lln_study.tasks import experiment, mlm, step
 from lln_study.train.loop import train
@@ -224,12 +224,23 @@ def command(*arguments: str):
     return CliRunner().invoke(cli.app, ["train", "mlm", *arguments])
 
 
-WORDS = ("--length", "32", "--steps", "4", "--batch-size", "2", "--lr", "1e-3")
+WORDS = (
+    "--set",
+    "length=32",
+    "--set",
+    "steps=4",
+    "--set",
+    "batch_size=2",
+    "--set",
+    "learning_rate=1e-3",
+)
 
 
 def test_the_command_trains_and_says_where(place, tmp_path):
     out = ("--out", str(tmp_path / "run"), "--data", str(place))
-    done = command(*WORDS, *out, "--option", "method=entropy", "--option", "diag_block=16")
+    done = command(
+        *WORDS, *out, "--set", "options.method=entropy", "--set", "options.diag_block=16"
+    )
     assert done.exit_code == 0, done.output
     assert "tokens/s" in done.output and str(tmp_path / "run") in done.output.replace("\n", "")
     row = read_rows(tmp_path / "run" / "results.jsonl")[0]
@@ -246,9 +257,13 @@ def test_the_recommended_options_by_one_word():
 def test_the_command_explains_what_is_wrong(place, tmp_path):
     done = command("--data", str(tmp_path / "no"), *WORDS)
     assert done.exit_code == 1 and "does not exist; expected are files such as" in done.output
-    done = command("--data", str(place), *WORDS, "--option", "diag_block")
+    done = command("--data", str(place), *WORDS, "--set", "options.diag_block")
     assert done.exit_code == 2 and "is not KEY=VALUE" in done.output
-    for wrong in (("--option", "foo=1"), ("--attention", "softmx"), ("--lr", "inf")):
+    for wrong in (
+        ("--set", "options.foo=1"),
+        ("--attention", "softmx"),
+        ("--set", "learning_rate=inf"),
+    ):
         done = command(*WORDS, "--data", str(place), "--out", str(tmp_path / "run"), *wrong)
         assert done.exit_code == 1 and not (tmp_path / "run").exists()
 
@@ -258,14 +273,14 @@ def test_the_command_trains_on_nothing_else_than_it_is_told(tmp_path):
     out = ("--out", str(tmp_path / "run"))
     done = command("--data", str(tmp_path / "empty.txt"), *WORDS, *out)
     assert done.exit_code == 1 and "has no text for train" in done.output
-    done = command("--corpus", "wiki2015", *WORDS, *out)
+    done = command("--set", "corpus=wiki2015", *WORDS, *out)
     assert done.exit_code == 1 and "corpus='wiki2015' needs the folder" in done.output
     assert not (tmp_path / "run").exists()
 
 
 def test_the_command_says_that_a_run_diverged(place, tmp_path):
     out = ("--out", str(tmp_path / "run"), "--data", str(place), "--attention", "softmax")
-    done = command(*WORDS, *out, "--lr", "1e30")
+    done = command(*WORDS, *out, "--set", "learning_rate=1e30")
     assert done.exit_code == 1
     assert "updates were left out" in done.output and "mlm: the run diverged" in done.output
     assert read_rows(tmp_path / "run" / "results.jsonl")[0]["diverged"]
@@ -286,13 +301,22 @@ def write_and_wait(*args, **options):
 checkpoint.write = write_and_wait
 main()
 """
-MLM = ("train", "mlm", "--recipe", "roberta-tiny", "--length", "32")
-LONG = ("--steps", "24", "--batch-size", "4", "--save-every", "3", "--eval-every", "8")
+MLM = ("train", "mlm", "--recipe", "roberta-tiny", "--set", "length=32")
+LONG = (
+    "--set",
+    "steps=24",
+    "--set",
+    "batch_size=4",
+    "--set",
+    "save_every=3",
+    "--set",
+    "eval_every=8",
+)
 
 
 @pytest.mark.slow
 def test_the_command_killed_and_repeated_is_bit_identical(place, tmp_path):
-    words = (*MLM, *LONG, "--log-every", "2", "--data", str(place))
+    words = (*MLM, *LONG, "--set", "log_every=2", "--data", str(place))
     finish(start(*COMMAND, *words, "--out", str(tmp_path / "whole")))
     again = (*words, "--out", str(tmp_path / "killed"))
     reached = tmp_path / "killed" / "checkpoints" / "step-00000006"
@@ -304,9 +328,9 @@ def test_the_command_killed_and_repeated_is_bit_identical(place, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [(), ("--shard",)], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("how", [(), ("--set", "shard=true")], ids=["ddp", "fsdp2"])
 def test_two_processes_train_the_model_of_one(place, tmp_path, how):
-    words = (*MLM, *LONG, "--log-every", "2", "--data", str(place), "--batches", "padded")
+    words = (*MLM, *LONG, "--set", "log_every=2", "--data", str(place), "--set", "batches=padded")
     finish(start(*COMMAND, *words, "--out", str(tmp_path / "one")))
     finish_all(start_ranks(2, *COMMAND, *words, "--out", str(tmp_path / "two"), *how))
     for row, other in zip(curve(tmp_path / "one"), curve(tmp_path / "two"), strict=True):

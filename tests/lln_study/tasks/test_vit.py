@@ -114,7 +114,16 @@ def test_fixed_scales_and_the_loss_scale_of_fp16(tmp_path):
 
 
 def test_command_on_the_digits(tmp_path):
-    words = ["train", "vit", "--option", "diag_block=4", "--steps", "3", "--batch-size", "8"]
+    words = [
+        "train",
+        "vit",
+        "--set",
+        "options.diag_block=4",
+        "--set",
+        "steps=3",
+        "--set",
+        "batch_size=8",
+    ]
     result = CliRunner().invoke(app, [*words, "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert "test accuracy" in result.output
@@ -125,8 +134,8 @@ def test_command_on_the_digits(tmp_path):
 
 def test_command_on_damaged_images(folder, tmp_path):  # noqa: F811
     (folder / "train" / "dog.3.jpg").write_bytes(b"")
-    words = ["train", "vit", "--attention", "elu", "--steps", "1", "--batch-size", "4"]
-    words += ["--side", "8", "--precision", "fp32"]
+    words = ["train", "vit", "--attention", "elu", "--set", "steps=1", "--set", "batch_size=4"]
+    words += ["--set", "side=8", "--set", "precision=fp32"]
     words += ["--data", str(folder), "--out", str(tmp_path / "run")]
     stopped = CliRunner().invoke(app, words)
     assert stopped.exit_code == 1 and not (tmp_path / "run").exists()
@@ -147,8 +156,10 @@ def test_job_of_a_sweep(tmp_path):
 
 
 def test_command_says_that_a_run_diverged(tmp_path):
-    words = ["train", "vit", "--attention", "softmax", "--steps", "8", "--batch-size", "8"]
-    result = CliRunner().invoke(app, [*words, "--lr", "1e30", "--out", str(tmp_path)])
+    words = ["train", "vit", "--attention", "softmax", "--set", "steps=8", "--set", "batch_size=8"]
+    result = CliRunner().invoke(
+        app, [*words, "--set", "learning_rate=1e30", "--out", str(tmp_path)]
+    )
     assert result.exit_code == 1
     (row,) = read_rows(tmp_path / "results.jsonl")
     assert row["diverged"] and row["skipped"] >= 4

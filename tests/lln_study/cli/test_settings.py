@@ -1,4 +1,4 @@
-"""``--set KEY=VALUE`` of ``lln train``, and the flags of 0.1.0 that it replaced."""
+"""``--set KEY=VALUE`` of ``lln train``: every field by its name, typed, and refused in a line."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typer.testing import CliRunner
 
 from lln.cli.app import app
 from lln.nn import recommended
-from lln_study.cli import classify
-from lln_study.cli import train as cli_train
-from lln_study.cli.settings import fields_of, read_settings, rewritten
+from lln_study.cli.settings import read_settings
 from lln_study.tasks import glue, lra, mlm, vit
 
 TASKS = {
@@ -20,12 +18,6 @@ TASKS = {
     "glue": ["--task", "rte", "--from", "somewhere"],
     "vit": [],
     "lra": ["--task", "listops"],
-}
-FLAGS = {
-    "mlm": cli_train.MLM_FLAGS,
-    "glue": cli_train.GLUE_FLAGS,
-    "vit": classify.VIT_FLAGS,
-    "lra": classify.LRA_FLAGS,
 }
 
 
@@ -51,10 +43,10 @@ def configured(monkeypatch):
 SAME = [
     (
         "mlm",
-        "--recipe roberta-tiny --length 64 --batches padded --steps 4 --batch-size 8 --lr 1e-3 "
-        "--accumulation 2 --precision bf16 --compile --no-graph --checkpointing --shard --keep 0 "
-        "--log-every 2 --eval-every 3 --save-every=5 --monitor-every 7 --patience 1 --seed 3 "
-        "--corpus wiki --positions sinusoid --attention performer --option num_features=16",
+        "--recipe roberta-tiny length=64 batches=padded steps=4 batch_size=8 learning_rate=1e-3 "
+        "accumulation=2 precision=bf16 compile=true graph=false checkpointing=true shard=true "
+        "keep=0 log_every=2 eval_every=3 save_every=5 monitor_every=7 patience=1 seed=3 "
+        "corpus=wiki positions=sinusoid --attention performer options.num_features=16",
         lambda: mlm.configure(
             "roberta-tiny", length=64, batches="padded", steps=4, batch_size=8, learning_rate=1e-3,
             accumulation=2, precision="bf16", compile=True, graph=False, checkpointing=True,
@@ -65,14 +57,14 @@ SAME = [
     ),
     (
         "mlm",
-        "--option recommended --option conv=5 --option method=entropy --no-compile --graph",
+        "options=recommended options.conv=5 options.method=entropy compile=false graph=true",
         lambda: mlm.configure(
             "roberta-tiny", attention="lln_diag", options={**recommended(), "conv": 5}
         ),
     ),
     (
         "glue",
-        "--lr 5e-5 --lr=1e-4 --epochs 2 --batch-size 8 --max-length 64 --precision bf16 --seed 1",
+        "rates=5e-5,1e-4 epochs=2 batch_size=8 max_length=64 precision=bf16 seed=1",
         lambda: glue.configure(
             "rte", rates=(5e-5, 1e-4), epochs=2, batch_size=8, max_length=64, precision="bf16",
             seed=1,
@@ -80,7 +72,7 @@ SAME = [
     ),
     (
         "vit",
-        "--patch 2 --side 16 --steps 9 --lr 1e-3 --option diag_block=4 --seed 2",
+        "patch=2 side=16 steps=9 learning_rate=1e-3 options.diag_block=4 seed=2",
         lambda: vit.configure(
             "digits", patch=2, side=16, steps=9, learning_rate=1e-3, attention="lln_diag",
             options={"diag_block": 4}, seed=2,
@@ -88,7 +80,7 @@ SAME = [
     ),
     (
         "lra",
-        "--train-size 10 --steps 9 --precision fp32 --save-every 0 --attention elu",
+        "train_size=10 steps=9 precision=fp32 save_every=0 --attention elu",
         lambda: lra.configure(
             "listops", train_size=10, steps=9, precision="fp32", save_every=0, attention="elu"
         ),
@@ -97,29 +89,17 @@ SAME = [
 
 
 @pytest.mark.parametrize(("name", "words", "wanted"), SAME, ids=[f"{s[0]}" for s in SAME])
-def test_old_flags_make_the_configuration_they_made(configured, name, words, wanted):
-    """And say what they are called now; written that way, nothing is said."""
-    config, said = configured(name, *words.split())
+def test_every_setting_reaches_the_configuration(configured, name, words, wanted):
+    flags = [part for word in words.split() for part in _as_given(word)]
+    config, _ = configured(name, *flags)
     assert config == wanted()
     if hasattr(config, "train"):
         assert config.train.digest(config.settings()) == wanted().train.digest(wanted().settings())
-    assert "now; the old flags go with the next version" in said
-    new, _ = rewritten(words.split(), FLAGS[name])
-    again, said = configured(name, *new)
-    assert again == config and "old flags" not in said
 
 
-def test_every_flag_of_0_1_0_is_known():
-    """Each became a key of the configuration it is for."""
-    configs = {
-        "mlm": mlm.configure("roberta-tiny"),
-        "glue": glue.configure("rte"),
-        "vit": vit.configure("digits"),
-        "lra": lra.configure("listops"),
-    }
-    for name, flags in FLAGS.items():
-        for flag, key in flags.items():
-            assert re.split(r"[=.+]", key)[0] in fields_of(configs[name]), (name, flag)
+def _as_given(word: str) -> list[str]:
+    """``steps=4`` as ``--set steps=4``; flags and their values as they are."""
+    return ["--set", word] if "=" in word else [word]
 
 
 def test_settings_are_typed_by_the_fields():
@@ -171,13 +151,6 @@ def test_what_is_no_pair_is_refused():
     done = CliRunner().invoke(app, ["train", "mlm", "--set", "steps"])
     assert done.exit_code == 2
     assert "'steps' is not KEY=VALUE" in " ".join(re.sub("[│]", "", done.output).split())
-
-
-def test_a_flag_without_its_value_is_left_to_the_parser():
-    assert rewritten(["--steps"], {"--steps": "steps"}) == (["--steps"], {})
-    assert rewritten(["--", "--steps", "1"], {"--steps": "steps"})[0] == ["--", "--steps", "1"]
-    done = CliRunner().invoke(app, ["train", "mlm", "--steps"])
-    assert done.exit_code == 2 and "--steps" in done.output
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -6,7 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parents[2] / "sweeps"
+FOLDER = Path(__file__).resolve().parents[1] / "sweeps"
 
 
 def runnable(command: str) -> str:
