@@ -75,7 +75,7 @@ bench: install  ## time and memory on this CPU, rows into results/
 	$(BIN)/lln bench
 
 pages: install  ## rewrite the measured blocks of README.md and docs/ from results/
-	$(BIN)/python -m lln.study.paper.pages.write
+	$(BIN)/python -m lln_study.paper.pages.write
 
 docs: install  ## the documentation as a site, with the API: build/docs/index.html
 	$(BIN)/python -m sphinx --fail-on-warning --quiet -c docs/site docs build/docs

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import lln.hf
-from lln.study.conversion.encoders import compare_embeddings
-from lln.study.conversion.subject import OnDevice, find_texts, load_subject, training_batches
-from lln.study.conversion.texts import encoder_batches
+from lln.conversion.encoders import compare_embeddings
+from lln.conversion.subject import OnDevice, find_texts, load_subject, training_batches
+from lln.conversion.texts import encoder_batches
 
 
 def main(folder: str, text: str, steps: int = 200, length: int = 512) -> dict[str, float]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import interpolate
 
 import lln.hf
-from lln.study.conversion.texts import articles
+from lln.conversion.texts import articles
 
 
 def extend_positions(model: nn.Module, length: int) -> None:

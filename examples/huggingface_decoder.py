@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lln.hf
-import lln.study.data.bundled
+import lln.texts.bundled
 
-TOKENS, TEXT = 96, lln.study.data.bundled.text()
+TOKENS, TEXT = 96, lln.texts.bundled.text()
 LETTERS = sorted(set(TEXT))
 IDS = torch.tensor([LETTERS.index(letter) for letter in TEXT[:50_000]])
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import AutoModelForMaskedLM, RobertaConfig, RobertaForMaskedLM
 
 import lln.hf
-import lln.study.data.bundled
+import lln.texts.bundled
 
 TOKENS, MASK, PAD = 64, 1, 0
-TEXT = lln.study.data.bundled.text()
+TEXT = lln.texts.bundled.text()
 LETTERS = sorted(set(TEXT))
 IDS = torch.tensor([LETTERS.index(letter) + 2 for letter in TEXT[:50_000]])
 

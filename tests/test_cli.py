@@ -91,7 +91,7 @@ def test_what_is_unknown_is_refused(arguments, named):
 def test_an_interrupted_training_says_how_to_go_on(capsys):
     import typer
 
-    from lln.cli.train import plain_errors
+    from lln_study.cli.train import plain_errors
 
     with pytest.raises(typer.Exit) as end, plain_errors("lln train mlm"):
         raise KeyboardInterrupt
@@ -107,8 +107,8 @@ def test_what_does_not_exist_is_named(tmp_path):
 
 
 def test_bench_writes_rows_and_prints_ratios(tmp_path, monkeypatch):
-    from lln.study.bench import cpu, sweep
-    from lln.study.bench.cases import Case
+    from lln_study.bench import cpu, sweep
+    from lln_study.bench.cases import Case
 
     small = [
         Case("bidirectional", impl, N, H=1, D=8) for impl in ("sdpa", "eager") for N in (64, 128)
@@ -123,7 +123,7 @@ def test_bench_writes_rows_and_prints_ratios(tmp_path, monkeypatch):
 
 
 def test_bench_stops_with_status_1_when_an_answer_is_wrong(tmp_path, monkeypatch, capsys):
-    from lln.study.bench import cases, cpu
+    from lln_study.bench import cases, cpu
 
     monkeypatch.setitem(cases.RUNNERS, ("bidirectional", "sdpa"), lambda q, k, v: v)
     wrong = [cases.Case("bidirectional", "sdpa", 64, D=8)]

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lln
-from lln.study.tasks.models.lra import Classifier, LRASizes
+from lln_study.tasks.models.lra import Classifier, LRASizes
 
 SIZES = {"vocabulary": 256, "length": 256, "classes": 10}
 

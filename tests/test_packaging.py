@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -12,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import lln
-import lln.study.data.bundled
-from tests.release import LARGEST, disagreements
+import lln.texts.bundled
+from tests.release import disagreements
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -71,25 +70,9 @@ def test_version_is_the_one_of_the_changelog():
 
 
 def test_the_text_comes_with_the_package():
-    text = lln.study.data.bundled.text()
+    text = lln.texts.bundled.text()
     assert len(text) == 1_115_394
     assert text.startswith("First Citizen:\nBefore we proceed any further, hear me speak.")
-
-
-def test_a_wheel_has_an_excerpt_under_its_own_name(monkeypatch, tmp_path):
-    bundled = lln.study.data.bundled
-    whole = bundled.text()
-    packed = Path(bundled.__file__).with_name(f"{bundled.EXCERPT}.txt.bz2").read_bytes()
-    (tmp_path / f"{bundled.EXCERPT}.txt.bz2").write_bytes(packed)
-    monkeypatch.setattr(bundled.resources, "files", lambda package: tmp_path)
-    bundled.name.cache_clear()
-    try:
-        assert bundled.name() == bundled.EXCERPT
-        assert whole.startswith(bundled.text()) and 160_000 < len(bundled.text()) <= 170_000
-    finally:
-        monkeypatch.undo()
-        bundled.name.cache_clear()
-    assert bundled.name() == bundled.WHOLE
 
 
 def test_wheel_contains_code_data_types_template_and_nothing_else(tmp_path):
@@ -103,24 +86,36 @@ def test_wheel_contains_code_data_types_template_and_nothing_else(tmp_path):
         for path in (ROOT / "lln").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    source |= {f"lln/sweeps/{path.name}" for path in (ROOT / "sweeps").glob("*.json")}
     packaged = {name for name in names if ".dist-info/" not in name}
-    assert packaged == source - {"lln/study/data/bundled/tinyshakespeare.txt.xz"}
+    assert packaged == source
     expected = {
         "lln/py.typed",
-        "lln/study/data/bundled/tinyshakespeare_excerpt.txt.bz2",
-        "lln/study/templates/page.html",
+        "lln/texts/bundled/tinyshakespeare.txt.xz",
+        "lln/report/templates/page.html",
     }
     assert expected <= packaged
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
-    assert wheel.stat().st_size <= LARGEST
+
+
+def test_without_the_study_its_commands_say_what_they_need():
+    code = (
+        "import sys; sys.modules['lln_study'] = None\n"
+        "import importlib.util as u; find = u.find_spec\n"
+        "u.find_spec = lambda name: None if name == 'lln_study' else find(name)\n"
+        "from typer.testing import CliRunner; from lln.cli.app import app\n"
+        "print(CliRunner().invoke(app, ['--help']).output)\n"
+        "print(repr(CliRunner().invoke(app, ['train', 'mlm']).exception))"
+    )
+    *shown, said = python(code).splitlines()
+    assert "needs a clone" in said and "lln train" in said
+    listed = {line.split()[0] for line in shown if line.startswith("  ") and line.split()}
+    assert {"list", "inspect", "convert", "export"} <= listed and "train" not in listed
 
 
 def test_what_lln_table_names_exists(tmp_path, monkeypatch):
-    """In a clone, in another folder, and where the sweep files lie in the package."""
-    from lln.records import shipped
-    from lln.study.paper.figures import from_rows
-    from lln.study.paper.tables.table import TABLES, nothing
+    """In a clone, and from another folder."""
+    from lln_study.paper.figures import from_rows
+    from lln_study.paper.tables.table import TABLES, nothing
 
     def named() -> list[str]:
         said = [nothing(number, tmp_path) for number in TABLES]
@@ -129,9 +124,5 @@ def test_what_lln_table_names_exists(tmp_path, monkeypatch):
 
     monkeypatch.chdir(ROOT)
     assert len(named()) >= 10 and all(path.startswith("sweeps/") for path in named())
-    for folder, package in ((tmp_path, shipped.PACKAGE), (tmp_path, tmp_path / "lln")):
-        monkeypatch.chdir(folder)
-        monkeypatch.setattr(shipped, "PACKAGE", package)
-        if package == tmp_path / "lln":
-            shutil.copytree(ROOT / "sweeps", package / "sweeps")
-        assert all(Path(path).is_file() for path in named()), named()
+    monkeypatch.chdir(tmp_path)
+    assert all(Path(path).is_file() for path in named()), named()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lln.study.paper.pages import versions as page
+from lln_study.paper.pages import versions as page
 from tests import release, versions
 
 REPORT = """<testsuites><testsuite>

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import lln.nn
-from lln.study.train import checkpoint
+from lln_study.train import checkpoint
 
 FIXTURES = Path(__file__).parent / "fixtures"
 VERSIONS = sorted(path for path in FIXTURES.iterdir() if path.name[0].isdigit())
@@ -78,8 +78,8 @@ def test_hugging_face_folders_load_and_compute_the_same(path):
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
 def test_a_training_run_goes_on_where_it_was_killed(version, tmp_path, monkeypatch):
     pytest.importorskip("transformers")
-    from lln.study.tasks import mlm
-    from lln.study.train.runfolder import held
+    from lln_study.tasks import mlm
+    from lln_study.train.runfolder import held
 
     expected = json.loads((version / "training" / "expected.json").read_text())
     folder = tmp_path / "run"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
@@ -13,17 +15,16 @@ except ImportError:
         "the lln command needs typer and rich: pip install 'lln-attention[cli,report]'"
     ) from None
 
-from lln.cli.bench import bench_app, let_waiting_threads_sleep
-from lln.cli.classify import train_app
 from lln.cli.convert import convert
 from lln.cli.export import export
-from lln.cli.train import OptionalAddress, sweep
+from lln.cli.running import let_waiting_threads_sleep
 
 # The order in which a user meets them.
 COMMANDS = [
     *("demo", "list", "inspect", "convert", "export", "train", "sweep"),
     *("table", "figure", "report", "verify", "bench"),
 ]
+STUDY = "lln_study"  # the package of a clone that has the other commands
 
 
 class _InOrder(TyperGroup):
@@ -31,6 +32,12 @@ class _InOrder(TyperGroup):
 
     def list_commands(self, ctx) -> list[str]:
         return sorted(self.commands, key=COMMANDS.index)
+
+    def get_command(self, ctx, cmd_name: str):
+        found = super().get_command(ctx, cmd_name)
+        if found is None and cmd_name in COMMANDS:
+            raise SystemExit(f"lln {cmd_name} needs a clone of the repository: make install there")
+        return found
 
 
 app = typer.Typer(
@@ -41,11 +48,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help in 0.2 s, where drawing boxes takes three times as long
 )
-app.add_typer(bench_app, name="bench")
-app.add_typer(train_app, name="train")
 app.command()(convert)
 app.command()(export)
-app.command(cls=OptionalAddress)(sweep)
+if importlib.util.find_spec(STUDY) is not None:
+    importlib.import_module(f"{STUDY}.cli").add_to(app)
 
 
 def _show_version(wanted: bool) -> None:
@@ -64,25 +70,6 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-@app.command()
-def demo(
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/demo"),
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: seconds.")] = False,
-    results: Annotated[
-        Path | None, typer.Option(help="Folder that also keeps the rows as JSON.")
-    ] = None,
-) -> None:
-    """Two minutes of LLN beside softmax, and a report.
-
-    Measures entropy and spectral gap against temperature, exact retrieval, and time and memory
-    against length; prints tables and writes a self-contained HTML page.
-    """
-    let_waiting_threads_sleep()
-    from lln.study.demo.run import run
-
-    run(out, quick=quick, results=results)
 
 
 @app.command("list")
@@ -169,116 +156,13 @@ def inspect(
     temperature, log-normality, and the heads that are biased.
     """
     let_waiting_threads_sleep()
-    from lln.study.inspect.model import CannotInspect
-    from lln.study.inspect.run import run
+    from lln.inspect.model import CannotInspect
+    from lln.inspect.run import run
 
     try:
         run(folder, text=text, out=out, tokens=tokens, sequences=sequences)
     except CannotInspect as error:
         raise SystemExit(f"lln inspect: {error}") from None
-
-
-@app.command()
-def figure(
-    name: Annotated[
-        str | None, typer.Argument(help="1, 2, 5a … 7, 8a, 8b, 9, 10a, 10b, arena.")
-    ] = None,
-    every: Annotated[bool, typer.Option("--all", help="All that need no training.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder of the files.")] = Path("runs/figures"),
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: seconds.")] = False,
-    results: Annotated[Path, typer.Option(help="Folder of the result rows.")] = Path("results"),
-) -> None:
-    """Compute a figure of the paper again: SVG, PNG and the CSV behind them.
-
-    Figures 2, 5a, 5b, 6a, 6b and 7, a minute at most each, and a page that shows them. Figure 2
-    also has the exact calibrations, the unbiased variant and mutual information. The others come
-    from the rows of training runs, "arena" (not in the paper) from those of Table 5; exits with 1
-    if there are none.
-    """
-    from lln.study.paper.figures import FIGURES, from_rows
-    from lln.study.paper.figures.run import run
-
-    names = (*FIGURES, *from_rows.FIGURES)
-    if every == (name is not None) or (name is not None and name not in names):
-        given = "both" if every and name else "neither" if name is None else repr(name)
-        raise typer.BadParameter(f"got {given}; pass one of {', '.join(names)}, or --all")
-    if name not in from_rows.FIGURES:
-        run(list(FIGURES) if name is None else [name], out, quick=quick)
-        return
-    written = from_rows.draw(name, results, out)
-    if not written:
-        typer.echo(from_rows.nothing(name, results), err=True)
-        raise typer.Exit(1)
-    typer.echo("\n".join(map(str, written)))
-
-
-@app.command()
-def verify() -> None:
-    """Check the paper's theorems and the limits of LLN by computation.
-
-    Prints a verdict per statement, with the numbers behind it and what the printed text lacks.
-    Exits with 1 if a statement fails.
-    """
-    from lln.study.paper.verify.run import run
-
-    if not run():
-        raise typer.Exit(1)
-
-
-@app.command()
-def table(
-    number: Annotated[
-        str, typer.Argument(help="Of the paper, 1 to 5; or pretraining, conversion.")
-    ],
-    results: Annotated[Path, typer.Option(help="Folder of the result rows.")] = Path("results"),
-    as_json: Annotated[bool, typer.Option("--json", help="Records instead of a table.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="As in README.")] = False,
-) -> None:
-    """Show a table of the paper with our numbers.
-
-    From the rows that `lln sweep`, `train` and `convert` wrote; several tables where they were
-    measured at several scales. Exits with 1 if there are no rows.
-    """
-    from lln.study.paper.tables import table as tables
-
-    try:
-        found = tables.make(number, results)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    if not found:
-        typer.echo(tables.nothing(number, results), err=True)
-        raise typer.Exit(1)
-    if as_json:
-        import json
-
-        typer.echo(json.dumps([record for each in found for record in each.records], indent=1))
-    elif markdown:
-        typer.echo("\n\n".join(each.markdown() for each in found))
-    else:
-        from lln.cli.tables import show_tables
-
-        show_tables(found)
-
-
-@app.command()
-def report(
-    results: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
-    out: Annotated[Path, typer.Option(help="File of the page.")] = Path("runs/report.html"),
-) -> None:
-    """One page: every table and figure of the paper beside ours.
-
-    From the rows in --results, with scale, data, seeds, device and commit, and a sentence on what
-    differs. What has not been measured says how to measure it.
-    """
-    if not results.is_dir():
-        raise typer.BadParameter(f"--results {results} is not a folder; pass that of the rows")
-    import lln
-    from lln.records import files, machine
-    from lln.study.page import render
-    from lln.study.paper.pages.overview import page
-
-    about = {"lln": f"{lln.__version__}, commit {machine.commit()}", "rows from": str(results)}
-    typer.echo(files.write_text(out, render(page(results, about))))
 
 
 def main() -> None:

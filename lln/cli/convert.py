@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lln.cli.bench import let_waiting_threads_sleep
-from lln.cli.settings import mechanism_options
-from lln.cli.train import plain_errors
+from lln.cli.options import mechanism_options
+from lln.cli.running import let_waiting_threads_sleep, plain_errors
 
 
 def convert(
@@ -83,8 +82,8 @@ def convert(
     with plain_errors("lln convert"):
         kept, kept_heads = _keep("--keep", keep), _keep("--keep-heads", keep_heads)
         let_waiting_threads_sleep()
-        from lln.study.conversion.run import convert_and_judge, met
-        from lln.study.conversion.settings import Settings
+        from lln.conversion.run import convert_and_judge, met
+        from lln.conversion.settings import Settings
 
         settings = Settings(
             model,
@@ -142,8 +141,8 @@ def _keep(name: str, text: str) -> int | str:
 
 def _show(found: dict[str, Any], out: Path) -> None:
     from lln.cli.tables import show_tables
-    from lln.study.conversion.gain import gain_words
-    from lln.study.conversion.page import score_tables
+    from lln.conversion.gain import gain_words
+    from lln.conversion.page import score_tables
 
     show_tables(score_tables(found))
     typer.echo(gain_words(found))

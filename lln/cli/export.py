@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lln.cli.bench import let_waiting_threads_sleep
-from lln.cli.settings import mechanism_options
-from lln.cli.train import plain_errors
+from lln.cli.options import mechanism_options
+from lln.cli.running import let_waiting_threads_sleep, plain_errors
 
 
 def export(
@@ -96,8 +95,7 @@ def _save(rows: list[Any], folder: Path, configuration: str) -> Path:
     """Keep the rows of a check as a result."""
     import dataclasses
 
-    from lln.records import machine
-    from lln.study.bench import sweep
+    from lln.records import machine, saved
 
     facts = {
         **machine.facts(),
@@ -105,7 +103,7 @@ def _save(rows: list[Any], folder: Path, configuration: str) -> Path:
         "configuration": f"{configuration}; {machine.conditions()}",
     }
     lines = [{**dataclasses.asdict(row), **facts} for row in rows]
-    return sweep.save_json({"rows": lines}, folder, subject="onnx")
+    return saved.save_json({"rows": lines}, folder, subject="onnx")
 
 
 def _show(rows: list[Any]) -> None:

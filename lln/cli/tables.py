@@ -14,7 +14,7 @@ LEAST_LABEL = 16
 
 
 def show_tables(found: Sequence[Any]) -> None:
-    """Print tables of :mod:`lln.study.paper.tables` as wide as the terminal is."""
+    """Print tables of :mod:`lln_study.paper.tables` as wide as the terminal is."""
     from rich.console import Console
     from rich.table import Table
 

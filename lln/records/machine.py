@@ -49,7 +49,7 @@ def commit() -> str:
         return f"release {version('lln-attention')}"
     try:
         revision = _git("rev-parse", "--short=10", "HEAD")
-        changed = _git("status", "--porcelain", "--", "lln")
+        changed = _git("status", "--porcelain", "--", "lln", "lln_study")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return revision + ("-dirty" if changed else "")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lln
-from lln.study.bench import layers
+from lln_study.bench import layers
 from tests.baselines.small import for_compiler, make, padded
 from tests.generated import check_generated_code
 

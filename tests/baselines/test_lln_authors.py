@@ -10,9 +10,9 @@ from torch import Tensor
 
 import lln
 from lln import zoo
-from lln.study.tasks import lra, mlm_recipes, vit
-from lln.study.tasks.models.lra import Classifier, LRASizes
-from lln.study.tasks.models.roberta import build_model
+from lln_study.tasks import lra, mlm_recipes, vit
+from lln_study.tasks.models.lra import Classifier, LRASizes
+from lln_study.tasks.models.roberta import build_model
 from tests.baselines.small import DIM, TOKENS, heads, make, mask_of
 
 A, B = 0.14855178144710912, -0.35487039130661086  # as published

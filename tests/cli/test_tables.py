@@ -16,7 +16,7 @@ import pytest
 
 import lln
 from lln.cli.tables import column_groups, column_widths
-from lln.study.paper.tables import table as tables
+from lln_study.paper.tables import table as tables
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import lln.hf
+from tests.conversion.tiny_text import article, tokenizer_of
 from tests.hf.test_examples import EXAMPLES
 from tests.hf.tiny import make, padded, text
-from tests.study.conversion.tiny_text import article, tokenizer_of
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -15,8 +15,8 @@ TRITON = "tests/ops/triton"
 FUSED = f"{TRITON}/test_fused_convolution.py"
 CORE = "tests/nn/test_attention.py tests/nn/test_running.py tests/nn/test_dropout.py"
 LAYER = "tests/nn/test_multihead.py tests/nn/test_transformer_layers.py"
-ENGINE = "tests/study/train/test_engine.py tests/study/train/test_loop.py"
-TRAINING = f"{ENGINE} tests/study/train/test_resume.py"
+ENGINE = "tests/lln_study/train/test_engine.py tests/lln_study/train/test_loop.py"
+TRAINING = f"{ENGINE} tests/lln_study/train/test_resume.py"
 # A file or folder -> its tests; the longest match counts. Not here: experiments/graph.py, which
 # needs a GPU.
 TESTS = {
@@ -46,11 +46,11 @@ TESTS = {
     "lln/ops/triton/moments/matching.py": f"{TRITON}/test_matching.py",
     "lln/moments": "tests/moments tests/test_bad_input.py",
     "lln/nn": f"{CORE} {LAYER} tests/nn/test_meta.py tests/nn/test_conv.py",
-    "lln/study/train/engine.py": TRAINING,
-    "lln/study/train/loop.py": TRAINING,
-    "lln/study/train/config.py": TRAINING,
-    "lln/study/train/checkpoint.py": TRAINING,
-    "lln/study/train/seeds.py": f"tests/study/train/test_seeds.py {TRAINING}",
+    "lln_study/train/engine.py": TRAINING,
+    "lln_study/train/loop.py": TRAINING,
+    "lln_study/train/config.py": TRAINING,
+    "lln_study/train/checkpoint.py": TRAINING,
+    "lln/records/seeds.py": f"tests/lln_study/train/test_seeds.py {TRAINING}",
 }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lln.study.bench import check
-from lln.study.bench.cases import Case
+from lln_study.bench import check
+from lln_study.bench.cases import Case
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ os.environ.pop("LLN_DIRECT_LAUNCH", None)
 import torch, lln
 from lln.ops import triton as kernels
 from lln.ops.triton import launching
-from lln.study.bench.kernels.offline import _AbsentDevice, planned_for
+from lln_study.bench.kernels.offline import _AbsentDevice, planned_for
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 import triton.compiler

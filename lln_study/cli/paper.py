@@ -1,0 +1,127 @@
+"""``lln demo``, ``figure``, ``verify``, ``table`` and ``report``: what was measured, for people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lln.cli.running import let_waiting_threads_sleep
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/demo"),
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: seconds.")] = False,
+    results: Annotated[
+        Path | None, typer.Option(help="Folder that also keeps the rows as JSON.")
+    ] = None,
+) -> None:
+    """Two minutes of LLN beside softmax, and a report.
+
+    Measures entropy and spectral gap against temperature, exact retrieval, and time and memory
+    against length; prints tables and writes a self-contained HTML page.
+    """
+    let_waiting_threads_sleep()
+    from lln_study.demo.run import run
+
+    run(out, quick=quick, results=results)
+
+
+def figure(
+    name: Annotated[
+        str | None, typer.Argument(help="1, 2, 5a … 7, 8a, 8b, 9, 10a, 10b, arena.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="All that need no training.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the files.")] = Path("runs/figures"),
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: seconds.")] = False,
+    results: Annotated[Path, typer.Option(help="Folder of the result rows.")] = Path("results"),
+) -> None:
+    """Compute a figure of the paper again: SVG, PNG and the CSV behind them.
+
+    Figures 2, 5a, 5b, 6a, 6b and 7, a minute at most each, and a page that shows them. Figure 2
+    also has the exact calibrations, the unbiased variant and mutual information. The others come
+    from the rows of training runs, "arena" (not in the paper) from those of Table 5; exits with 1
+    if there are none.
+    """
+    from lln_study.paper.figures import FIGURES, from_rows
+    from lln_study.paper.figures.run import run
+
+    names = (*FIGURES, *from_rows.FIGURES)
+    if every == (name is not None) or (name is not None and name not in names):
+        given = "both" if every and name else "neither" if name is None else repr(name)
+        raise typer.BadParameter(f"got {given}; pass one of {', '.join(names)}, or --all")
+    if name not in from_rows.FIGURES:
+        run(list(FIGURES) if name is None else [name], out, quick=quick)
+        return
+    written = from_rows.draw(name, results, out)
+    if not written:
+        typer.echo(from_rows.nothing(name, results), err=True)
+        raise typer.Exit(1)
+    typer.echo("\n".join(map(str, written)))
+
+
+def verify() -> None:
+    """Check the paper's theorems and the limits of LLN by computation.
+
+    Prints a verdict per statement, with the numbers behind it and what the printed text lacks.
+    Exits with 1 if a statement fails.
+    """
+    from lln_study.paper.verify.run import run
+
+    if not run():
+        raise typer.Exit(1)
+
+
+def table(
+    number: Annotated[
+        str, typer.Argument(help="Of the paper, 1 to 5; or pretraining, conversion.")
+    ],
+    results: Annotated[Path, typer.Option(help="Folder of the result rows.")] = Path("results"),
+    as_json: Annotated[bool, typer.Option("--json", help="Records instead of a table.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="As in README.")] = False,
+) -> None:
+    """Show a table of the paper with our numbers.
+
+    From the rows that `lln sweep`, `train` and `convert` wrote; several tables where they were
+    measured at several scales. Exits with 1 if there are no rows.
+    """
+    from lln_study.paper.tables import table as tables
+
+    try:
+        found = tables.make(number, results)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if not found:
+        typer.echo(tables.nothing(number, results), err=True)
+        raise typer.Exit(1)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps([record for each in found for record in each.records], indent=1))
+    elif markdown:
+        typer.echo("\n\n".join(each.markdown() for each in found))
+    else:
+        from lln.cli.tables import show_tables
+
+        show_tables(found)
+
+
+def report(
+    results: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="File of the page.")] = Path("runs/report.html"),
+) -> None:
+    """One page: every table and figure of the paper beside ours.
+
+    From the rows in --results, with scale, data, seeds, device and commit, and a sentence on what
+    differs. What has not been measured says how to measure it.
+    """
+    if not results.is_dir():
+        raise typer.BadParameter(f"--results {results} is not a folder; pass that of the rows")
+    import lln
+    from lln.records import files, machine
+    from lln.report.page import render
+    from lln_study.paper.pages.overview import page
+
+    about = {"lln": f"{lln.__version__}, commit {machine.commit()}", "rows from": str(results)}
+    typer.echo(files.write_text(out, render(page(results, about))))

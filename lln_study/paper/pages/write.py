@@ -1,0 +1,176 @@
+"""Write every measured block of README.md and docs/ from ``results/``: ``make pages``.
+
+A test compares the pages with what this module would write, so that no number is typed by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from lln.records.files import write_text
+from lln.report import panels
+from lln.report.panels import Panel
+from lln_study.paper.figures import from_curves as training_figures
+from lln_study.paper.figures import from_results as run_figures
+from lln_study.paper.pages import (
+    claims,
+    conversion,
+    costs,
+    lln_alone,
+    near_far,
+    onnx,
+    parallel,
+    profile,
+    questions,
+    retrieval,
+    serving,
+    targets,
+    versions,
+)
+from lln_study.paper.pages.best import best
+from lln_study.paper.pages.blocks import (
+    NOTHING_YET,
+    Blocks,
+    latest,
+    markdown_table,
+    origin,
+    rewrite,
+)
+from lln_study.paper.pages.speed import busy, gpu, speed, time_panels
+from lln_study.paper.results import read, read_curves
+from lln_study.paper.tables import table as tables
+
+
+def concentration(results: Path) -> str:
+    """Entropy and spectral gap at some temperatures, and the share of targets found."""
+    content = latest(results, "demo")
+    if content is None:
+        return NOTHING_YET
+    rows = content["concentration"]
+    cells = {
+        (row["kernel"], row["temperature"]): f"{row['entropy']:.2f} / {row['spectral_gap']:.2f}"
+        for row in rows
+    }
+    temperatures = sorted({row["temperature"] for row in rows})
+    lines = [
+        [
+            row["kernel"].replace("normalize_keys", "`normalize_keys`"),
+            *(cells[row["kernel"], temperature] for temperature in temperatures),
+            f"{row['found']:.0%}",
+        ]
+        for row in content["retrieval"]
+    ]
+    names = [
+        "entropy (bits) / spectral gap",
+        *(f"τ = {t:g}" for t in temperatures),
+        "targets found",
+    ]
+    first = rows[0]
+    words = (
+        "τ is the softmax temperature 1/σ(scores). *Targets found*: share of queries whose largest "
+        "weight falls on the key they are a copy of, τ = 1. "
+        f"({first['configuration']}; {origin(first)}, {content['date']})"
+    )
+    return f"{markdown_table(names, lines)}\n\n{words}"
+
+
+def paper_table(number: str, results: Path) -> str:
+    """A table of the paper with our numbers, as ``lln table NUMBER --markdown`` prints it."""
+    return _markdown(tables.make(number, results))
+
+
+def pretraining(results: Path) -> str:
+    """The same of pre-trainings, without those in float16: they are for Fig. 8b."""
+    found = [
+        table
+        for table in tables.make("pretraining", results)
+        if table.records[0]["configuration"].get("precision") != "fp16"
+    ]
+    return _markdown(found)
+
+
+def _markdown(found: Sequence[tables.Table]) -> str:
+    return "\n\n".join(table.markdown() for table in found) or NOTHING_YET
+
+
+def drawing(name: str, results: Path) -> str:
+    """The drawing of a figure that :func:`main` has made."""
+    path = results / f"{name}.svg"
+    return f"![{DRAWINGS[name][0]}](results/{path.name})" if path.exists() else NOTHING_YET
+
+
+def _of_runs(number: str, results: Path) -> list[Panel]:
+    return run_figures.FIGURES[number].panels(read(results))
+
+
+DRAWINGS: Mapping[str, tuple[str, Callable[[Path], list[Panel]]]] = {
+    "figure_time": ("Time against the number of tokens, softmax and LLN+Diag", time_panels),
+    "figure_8a": (
+        "Loss of pre-training against updates and against time",
+        lambda results: training_figures.losses(read_curves(results)),
+    ),
+    "figure_lln_alone": (
+        "Loss of pre-training of LLN alone and beside it",
+        lln_alone.figure,
+    ),
+    "figure_9": ("α and β of every layer while the ViT trains", partial(_of_runs, "9")),
+    "figure_10a": ("Accuracy of the ViT against fixed α = β", partial(_of_runs, "10a")),
+    "figure_arena": (
+        "Accuracy on validation while training on the Long Range Arena",
+        partial(_of_runs, "arena"),
+    ),
+}
+BLOCKS: Blocks = {
+    "best": best,
+    "speed": speed,
+    "busy": busy,
+    "gpu": gpu,
+    "concentration": concentration,
+    **{name: partial(drawing, name) for name in DRAWINGS},
+    **{f"table_{number}": partial(paper_table, number) for number in tables.TABLES},
+    "table_pretraining": pretraining,
+    **claims.BLOCKS,
+    **costs.BLOCKS,
+    **lln_alone.BLOCKS,
+    **questions.BLOCKS,
+    **near_far.BLOCKS,
+    **conversion.BLOCKS,
+    **onnx.BLOCKS,
+    **profile.BLOCKS,
+    **serving.BLOCKS,
+    **targets.BLOCKS,
+    **parallel.BLOCKS,
+    **retrieval.BLOCKS,
+    **versions.BLOCKS,
+}
+
+
+def pages(root: Path) -> list[Path]:
+    """README and the pages of docs/ that have measured blocks."""
+    found = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    return [page for page in found if "<!-- measured: " in page.read_text("utf-8")]
+
+
+def written(page: Path, results: Path) -> str:
+    """The text of a page as the rows in ``results`` have it."""
+    link = os.path.relpath(results, page.parent)
+    return rewrite(page.read_text("utf-8"), results, BLOCKS, link)
+
+
+def main(root: Path) -> None:
+    """Rewrite the pages of ``root`` from ``root/results``, and draw what they show."""
+    results = root / "results"
+    for name, (_, figure) in DRAWINGS.items():
+        drawn = figure(results)
+        if drawn:
+            write_text(results / f"{name}.svg", panels.as_files(name, drawn)["svg"].decode())
+    for page in pages(root):
+        write_text(page, written(page, results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path.cwd())
