@@ -77,8 +77,8 @@ def test_loaded_in_half_precision_constants_stay_in_float32(folder, tmp_path):
 def test_a_folder_that_lln_convert_made_is_opened(folder, tmp_path):
     from sentence_transformers.models import Dense
 
-    from lln.study.conversion.run import convert_and_judge
-    from lln.study.conversion.settings import Settings
+    from lln.conversion.run import convert_and_judge
+    from lln.conversion.settings import Settings
 
     model = encoder(folder)
     model.append(Dense(32, 7))
