@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-shapes test-gpu test-versions release-check check format bench pages docs \
+.PHONY: help install demo test test-all test-shapes test-gpu test-versions release-check check format bench pages docs \
         fuzz mutation clean
 
 help:  ## list the targets
@@ -37,11 +37,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install  ## what LLN attention does, in two minutes: runs/demo/report.html
 	$(BIN)/lln demo
 
-test: install  ## all fast tests
-	$(PYTEST)
+test: install  ## the tests of the library, in four minutes
+	HYPOTHESIS_PROFILE=quick $(PYTEST) --ignore=tests/lln_study
 
-test-slow: install  ## the tests that take minutes of computation
+# The property tests are among those of `make test`, with fewer examples.
+test-all: install  ## the rest: the study, more cases and sizes, whatever takes long
 	$(PYTEST) -m 'slow and not gpu'
+	$(PYTEST) tests/test_properties*.py tests/hf/test_hf_properties.py
 
 # Under the checks of annotations torch.compile cannot trace, kernels cannot be read as source, and
 # bad input is caught before our own messages: those tests are left out here.

@@ -21,6 +21,9 @@ if not torch.cuda.is_available():
     del os.environ["TRITON_INTERPRET"]
 
 settings.register_profile(
+    "quick", max_examples=15, deadline=None, suppress_health_check=list(HealthCheck)
+)
+settings.register_profile(
     "default", max_examples=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 settings.register_profile(

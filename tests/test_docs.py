@@ -28,6 +28,7 @@ def code_blocks(path: Path) -> list[tuple[int, str]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", WITH_CODE, ids=name)
 def test_code_on_the_page_runs(path):
     blocks = code_blocks(path)
@@ -90,6 +91,7 @@ def test_the_tree_in_the_readme_is_the_tree():
     assert present <= shown, f"missing in the tree: {sorted(present - shown)}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", write.pages(ROOT), ids=name)
 def test_measured_blocks_are_what_the_rows_say(page):
     assert write.written(page, ROOT / "results") == page.read_text(encoding="utf-8"), (
@@ -157,6 +159,7 @@ def test_an_unknown_block_is_named():
         rewrite("<!-- measured: sped -->\n<!-- end -->", ROOT / "results", write.BLOCKS)
 
 
+@pytest.mark.slow
 def test_figures_are_drawn_from_rows(tmp_path):
     results = tmp_path / "results"
     results.mkdir()

@@ -24,6 +24,7 @@ def test_every_test_is_in_one_shard(monkeypatch):
     assert names[in_shards.shard_of(len(names))] == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [False, True])
 def test_one_failure_fails_the_run_and_is_shown(tmp_path, monkeypatch, capfd, broken):
     lines = [f"def test_{index}(): assert {not (broken and index == 2)}" for index in range(3)]
@@ -41,6 +42,7 @@ def test_one_failure_fails_the_run_and_is_shown(tmp_path, monkeypatch, capfd, br
     assert ("FAILED" in printed) == broken
 
 
+@pytest.mark.slow
 def test_what_is_known_is_told_when_it_is_terminated(tmp_path):
     """After the first test of a shard; the second waits for a file that never comes."""
     (tmp_path / "test_waits.py").write_text(

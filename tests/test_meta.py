@@ -39,6 +39,7 @@ def test_the_watch_sees_what_comes_from_the_host():
             x.sum().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", lln.list_mechanisms())
 def test_no_update_asks_anything_of_the_host(attention):
     # the curves of "entropy" come as a few numbers from the host, which waits for nothing

@@ -63,6 +63,7 @@ def test_code_is_changed_and_words_are_not(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_every_change_parses_and_is_another_program():
     path = ROOT / "lln" / "ops" / "reference.py"
     source, mutants = path.read_bytes(), mutants_of(ROOT, path)

@@ -32,6 +32,7 @@ def test_importing_the_package_loads_neither_torch_nor_anything_heavy():
     assert not heavy & set(loaded)
 
 
+@pytest.mark.slow
 def test_attention_works_without_the_optional_packages():
     blocked = [
         "triton",

@@ -26,6 +26,7 @@ NAMES = [
     "sliding_window",
 ]
 every_mechanism = pytest.mark.parametrize("name", NAMES)
+slow = pytest.mark.slow
 
 # Adding a constant to all keys adds a constant to a row of scores, which a softmax ignores.
 KEY_BIAS_CANCELS = {
@@ -63,7 +64,7 @@ def test_the_zoo_is_complete():
 
 
 @every_mechanism
-@pytest.mark.parametrize("tokens", [1, 17, 100, 257])
+@pytest.mark.parametrize("tokens", [1, 100, *(pytest.param(n, marks=slow) for n in (17, 257))])
 def test_masks_lengths_and_batches(name, tokens):
     """Masked content, the rest of the batch and the amount of padding change nothing."""
     module = make(name)
@@ -96,7 +97,7 @@ def test_a_mask_anywhere_is_respected(name):
 
 
 @every_mechanism
-@pytest.mark.parametrize("layer_index", [0, 1])
+@pytest.mark.parametrize("layer_index", [0, pytest.param(1, marks=slow)])
 def test_gradients_reach_every_parameter_and_no_masked_token(name, layer_index):
     torch.manual_seed(1)
     module = make(name, layer_index=layer_index, num_layers=2)
@@ -404,6 +405,7 @@ def test_wrong_inputs_are_refused():
         module.core(q, k[:, :1], v[:, :1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, backend", [("elu", "aot_eager"), ("nystromformer", "eager"), ("flash", "eager")]
 )

@@ -165,6 +165,7 @@ def test_half_precision_and_loud_inputs(name, dtype):
     assert error <= 30 * torch.finfo(dtype).eps * max(exact.abs().max(), 1)
 
 
+@pytest.mark.slow
 def test_it_compiles_in_one_graph():
     """Captured whole; how graphs of such operations are differentiated is no matter of this."""
     module = make("hedgehog", calibrate=True)

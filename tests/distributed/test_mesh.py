@@ -17,6 +17,7 @@ def results(tmp_path_factory) -> list[dict[str, Any]]:
     return run("tests.distributed.mesh_worker", tmp_path_factory.mktemp("mesh"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_shards_equal_one_process(results, case):
     for result in results:

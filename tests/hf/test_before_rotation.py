@@ -405,6 +405,7 @@ def test_calibration_measures_gamma_with_what_the_maps_see():
     assert not torch.allclose(*gammas, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_convert(tmp_path):
     model = loud("llama")
     data = [padded(text(2, 40, seed=seed), 6, "right") for seed in range(6)]
@@ -436,6 +437,7 @@ def test_compiled_without_a_graph_break(batch):
     torch.testing.assert_close(got[real], expected[real])
 
 
+@pytest.mark.slow
 def test_exported():
     model, batch = ready(), {"input_ids": text(), "use_cache": False}
     with torch.no_grad():

@@ -164,6 +164,7 @@ def csm(depth_layers: int):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of configurations made so small
 @pytest.mark.parametrize("depth_layers", [1, 2, 3])
 def test_decoders_whose_layers_have_the_same_numbers(depth_layers):

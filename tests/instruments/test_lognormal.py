@@ -48,6 +48,7 @@ def test_uniform_scores_are_not_lognormal():
     assert fit.rejected and fit.lilliefors > LILLIEFORS_5
 
 
+@pytest.mark.slow
 def test_false_alarms_are_five_percent():
     """The critical values suit fitted parameters: ordinary ones would give hardly any alarm."""
     alarms = {"anderson_darling": 0, "lilliefors": 0}

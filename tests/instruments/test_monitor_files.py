@@ -69,6 +69,7 @@ with monitor(model, every=1, path=sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_rows_survive_kill_9(tmp_path):
     path = tmp_path / "rows.jsonl"
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], cwd=ROOT)

@@ -38,6 +38,7 @@ def test_the_wanted_entropy_is_met(temperature):
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_it_agrees_with_the_curve_of_the_identity():
     """On Gaussians the exact curve of "entropy" and the measurement find the same scale."""
     q, k = torch.randn(1, 4, 256, 64), torch.randn(1, 4, 4096, 64)

@@ -78,6 +78,7 @@ def ways(*, slow: tuple[str, ...] = ("compiled around", "compiled inside")):
     )
 
 
+@pytest.mark.slow
 @ways(slow=())
 def test_causal_training_is_that_without_checkpointing(way):
     core = running(causal=True)

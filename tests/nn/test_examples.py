@@ -14,6 +14,7 @@ def run(name: str, **arguments):
     return runpy.run_path(str(EXAMPLES / name))["main"](**arguments)
 
 
+@pytest.mark.slow
 def test_encoder_layer_learns_the_lookup(capsys):
     assert run("encoder_layer.py", steps=90) > 0.9
     assert "accuracy" in capsys.readouterr().out

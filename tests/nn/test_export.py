@@ -37,6 +37,7 @@ CORES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal, options", CORES, ids=str)
 def test_a_core_for_every_size(causal, options):
     statistics = "running" if causal else "sample"
@@ -50,6 +51,7 @@ def test_a_core_for_every_size(causal, options):
         torch.testing.assert_close(program(*x), core(*x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, dict(RECOMMENDED)], ids=str)
 def test_a_layer_with_padding(options):
     class Layer(torch.nn.Module):
@@ -69,6 +71,7 @@ def test_a_layer_with_padding(options):
         torch.testing.assert_close(program(*x), layer(*x))
 
 
+@pytest.mark.slow
 def test_a_model_after_replace():
     class Model(torch.nn.Module):
         def __init__(self):

@@ -94,6 +94,7 @@ def counted() -> list[dict]:
     return json.loads(answer.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", range(3), ids=["plain", "masked", "grouped"])
 def test_what_the_recommended_module_asks_of_torch(counted, case):
     """Moments and match, keys, queries, convolution; backwards queries, state, keys, and two."""

@@ -230,6 +230,7 @@ def test_wrong_options_are_named(name):
         LLNAttention(4, 8, **options)
 
 
+@pytest.mark.slow
 def test_compiled_training_steps_are_the_same():
     torch.manual_seed(0)
     q, k, v, mask = inputs(torch.float32, tokens=40)
@@ -246,6 +247,7 @@ def test_compiled_training_steps_are_the_same():
     torch.testing.assert_close(other.level.stored.value, plain.level.stored.value)
 
 
+@pytest.mark.slow
 def test_exported_for_any_length():
     core = LLNAttention(4, 8, num_kv_heads=2, **JOINT).eval()
     q, k, v, mask = inputs(torch.float32, tokens=40, batch=2)

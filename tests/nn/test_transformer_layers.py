@@ -91,6 +91,7 @@ def test_encoder_detects_its_causal_mask():
     torch.testing.assert_close(encoder(changed, mask=mask)[:, :4], out[:, :4])
 
 
+@pytest.mark.slow
 def test_training_an_encoder_lowers_the_loss():
     layer = encoder_layer(statistics="running", diag_block=4, mix="learned", learn_scale=True)
     model = nn.Sequential(layer, nn.Linear(8, 8))

@@ -54,6 +54,7 @@ def test_a_graph_of_other_weights_fails_the_check(exported):
     assert rows[0].difference > models.ALLOWED and rows[0].softmax_ms is None
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported_says_why(tmp_path):
     make("gpt2").save_pretrained(tmp_path / "gpt2")
     make("vit").save_pretrained(tmp_path / "vit")

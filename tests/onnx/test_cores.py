@@ -108,6 +108,7 @@ def check(module: Side, file: Path, inputs: tuple[Tensor, ...], factor: float = 
         assert_matches(str(core), *results, factor=factor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("lengths", [[70, 50], [64], [133, 1, 0], [5, 3, 5]], ids=str)
 def test_equal_to_torch(exported, name, lengths):

@@ -40,6 +40,7 @@ class Encoder(nn.Module):
         return self.encoder(x, src_key_padding_mask=hidden)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Layer, Encoder])
 def test_layers_with_padding(kind, tmp_path):
     module = kind(**{**RECOMMENDED, "diag_block": 16, "statistics": "running"}).eval()

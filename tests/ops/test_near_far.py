@@ -316,6 +316,7 @@ def test_samples_of_a_vmap_are_samples_of_a_batch(is_causal):
     torch.testing.assert_close(found, near_far(**given, **options))
 
 
+@pytest.mark.slow
 def test_compiled_and_plain_agree():
     given = {name: x.float() for name, x in tensors(40).items()}
     options = {"block": 8, "overlap": 3, "sinks": 2, "scale": 0.4}

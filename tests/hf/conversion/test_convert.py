@@ -152,6 +152,7 @@ def test_all_kept_is_the_model_of_before():
     assert model(ids).last_hidden_state.equal(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", ["transfer", "recover"])
 def test_a_killed_conversion_goes_on(killed, tmp_path):
     options = {

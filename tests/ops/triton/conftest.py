@@ -16,6 +16,54 @@ import lln.ops.triton as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
+# Interpreted kernels are slow. `make test` runs the first case of every test but these, which take
+# seconds each; `make test-all` and a GPU run all cases of all.
+LONG = {
+    "test_block_causal": ("test_both_branches",),
+    "test_causal": (
+        "test_careful_path_with_masks_and_normalized_keys",
+        "test_carried_sums_after_a_state",
+        "test_carried_sums_with_groups_and_masks",
+    ),
+    "test_convolution": ("test_only_what_is_asked_for", "test_opcheck"),
+    "test_fused_convolution": (
+        "test_compile_keeps_the_op_whole",
+        "test_only_what_is_asked_for",
+        "test_the_operator_keeps_its_promises",
+    ),
+    "test_joint": (
+        "test_a_scale_of_zero",
+        "test_features_of_keys_alone",
+        "test_features_that_are_queries_have_no_gradient_of_their_own",
+        "test_hidden_keys_may_hold_anything",
+        "test_huge_inputs_give_averages_of_values",
+        "test_later_keys_may_hold_anything",
+        "test_masks_groups_and_sinks_with_features_that_are_queries_and_keys",
+        "test_near_keys_alone",
+        "test_the_same_call_gives_the_same_bits",
+    ),
+    "test_launching": ("test_compiled_kernels_get_what_the_binder_gave_them",),
+    "test_lln_diag": (
+        "test_blocks_without_a_kernel_beside_lln_with_one",
+        "test_masked_content_never_matters",
+        "test_wide_heads",
+    ),
+    "test_matching": ("test_measuring_and_matching_in_two_launches_changes_no_bit",),
+    "test_next_token": ("test_the_memory_is_that_of_the_plain_steps",),
+    "test_state": ("test_state_and_its_gradients",),
+    "test_wide_blocks": (
+        "test_any_scale",
+        "test_compile_keeps_the_op_whole",
+        "test_groups_masks_learned_mix",
+        "test_masked_content_never_matters",
+        "test_softmax_of_large_blocks_alone",
+        "test_the_operator_keeps_its_promises",
+        "test_wide_heads",
+    ),
+}
+# Quick ones, whose cases are all run.
+WHOLE = ("test_bounds", "test_devices", "test_matching")
+
 
 def import_interpreted() -> None:
     """Triton reads the variable when it is imported and when a kernel is decorated, not later."""
@@ -53,6 +101,7 @@ def no_kernel_leaves_its_tensors() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """NumPy warns of the infinities that the interpreter meets on purpose; where there is a GPU the
     same tests belong to ``make test-gpu``."""
+    _leave_most_cases_to_test_all(items)
     quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
     # the first backward pass of a process may meet a thread that has no context yet
     context = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
@@ -63,3 +112,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if DEVICE == "cuda":
                 item.add_marker(pytest.mark.gpu)
                 item.add_marker(context)
+
+
+def _leave_most_cases_to_test_all(items: list[pytest.Item]) -> None:
+    here, seen = Path(__file__).parent, set()
+    for item in items:
+        if here not in item.path.parents or not isinstance(item, pytest.Function):
+            continue
+        name = item.path.stem, item.originalname
+        is_long = item.originalname in LONG.get(item.path.stem, ())
+        if is_long or (name in seen and item.path.stem not in WHOLE):
+            item.add_marker(pytest.mark.slow)
+        seen.add(name)
