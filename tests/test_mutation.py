@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import collections
+import json
 
 import pytest
 
+from tests.mutation import stored as stored_changes
 from tests.mutation import tree as trees
 from tests.mutation.mutants import draw, mutants_of
 from tests.mutation.table import ROOT, TESTS, killers_of, sources
@@ -121,3 +123,25 @@ def test_a_change_is_taken_back_whatever_happens(tmp_path, monkeypatch, failed):
         row = tree.try_out(mutant, {}, 1.0)
         assert row["verdict"] == ("killed" if failed else "survived") and row["by"] == failed
     assert seen == [mutant.apply(source)] and path.read_bytes() == source
+
+
+def test_stored_changes_are_found_by_their_lines_wherever_they_moved(tmp_path, monkeypatch):
+    lines = "def f(x):\n    return x + 1"
+    entry = {"path": "lln/old.py", "operator": "integer", "lines": lines, "before": "1"}
+    entry |= {"after": "2", "at": lines.index("1")}
+    gone = {**entry, "lines": "def g(x):\n    return x + 1"}
+    monkeypatch.setattr(stored_changes, "FILE", tmp_path / "stored.json")
+    (tmp_path / "stored.json").write_text(json.dumps([entry, gone]))
+    (tmp_path / "lln").mkdir()
+    new = tmp_path / "lln" / "new.py"
+    new.write_text(f"# moved\n{lines}\n")
+    (mutant,) = stored_changes.stored(tmp_path)
+    assert (mutant.path, mutant.line) == ("lln/new.py", 3)
+    assert mutant.apply(new.read_bytes()).decode() == f"# moved\n{lines.replace('1', '2')}\n"
+    (tmp_path / "lln" / "copy.py").write_text(lines)  # which of the two was meant is not known
+    assert not list(stored_changes.stored(tmp_path))
+
+
+def test_most_stored_changes_still_apply():
+    found = list(stored_changes.stored(ROOT))
+    assert len(found) >= 150 and all(killers_of(mutant.path) for mutant in found)

@@ -1,10 +1,12 @@
 """Change the source a little, many times, and see whether a test of the changed module fails.
 
     python -m tests.mutation --count 240 --seed 0         rows into build/mutation.jsonl
+    python -m tests.mutation --stored --all               those of stored.json, by all tests
 
 Every change is made in a copy of the tree and taken back, and runs in a fork of a process that has
 loaded torch already, so that most take seconds. Tests are timed once without any change, where they
-must pass; of those in ``table.py`` the quickest that fit into ``--budget`` seconds are run. What
+must pass; of those in ``table.py`` the quickest that fit into ``--budget`` seconds are run: of those
+of ``make test``, or with ``--all`` of those of ``make test-all``, too. What
 was tried before is not tried again, except for survivors when the budget is larger. A survivor is
 an equivalent change or a test that is missing.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import tempfile
@@ -22,6 +25,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from tests.mutation.mutants import Mutant, draw, mutants_of
+from tests.mutation.stored import stored
 from tests.mutation.table import ROOT, killers_of, sources
 from tests.mutation.tree import Tree
 
@@ -29,9 +33,9 @@ LOADED = ("tests.conftest", "torch._dynamo", "transformers")
 _tree: Tree | None = None
 
 
-def _make_tree(parent: str) -> None:
+def _make_tree(parent: str, marks: str) -> None:
     global _tree
-    _tree = Tree(Path(tempfile.mkdtemp(dir=parent)))
+    _tree = Tree(Path(tempfile.mkdtemp(dir=parent)), marks)
 
 
 def _time(file: str) -> tuple[str, dict[str, float]]:
@@ -53,12 +57,17 @@ def read(path: Path) -> dict[str, dict]:
     return {row["key"]: row for row in map(json.loads, rows)}
 
 
-def wanted(count: int, seed: int, budget: float, rows: Mapping[str, dict]) -> list[Mutant]:
-    """The first ``count`` of the draw, less those that are decided."""
+def drawn(count: int, seed: int) -> list[Mutant]:
+    """The first ``count`` of the draw."""
     found = [mutant for path in sources() for mutant in mutants_of(ROOT, path)]
+    return list(itertools.islice(draw(found, seed), count))
+
+
+def undecided(found: Sequence[Mutant], budget: float, rows: Mapping[str, dict]) -> list[Mutant]:
+    """Those that were not tried yet, or survived a smaller budget."""
     return [
         mutant
-        for _, mutant in zip(range(count), draw(found, seed), strict=False)
+        for mutant in found
         if mutant.key not in rows
         or (rows[mutant.key]["verdict"] == "survived" and rows[mutant.key]["budget"] < budget)
     ]
@@ -81,16 +90,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=float, default=8.0, help="seconds of tests per change")
     parser.add_argument("--jobs", type=int, default=1, help="processes, each with a tree")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "mutation.jsonl")
+    parser.add_argument("--stored", action="store_true", help="those of stored.json that apply")
+    parser.add_argument("--all", action="store_true", help="by the tests of make test-all, too")
     given = parser.parse_args(arguments)
+    marks = "not gpu" if given.all else "not slow and not gpu"
     given.out.parent.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     for name in LOADED:
         importlib.import_module(name)
-    mutants = wanted(given.count, given.seed, given.budget, read(given.out))
+    found = list(stored(ROOT)) if given.stored else drawn(given.count, given.seed)
+    mutants = undecided(found, given.budget, read(given.out))
     files = sorted({file for mutant in mutants for file in killers_of(mutant.path)})
     with (
         tempfile.TemporaryDirectory() as parent,
-        ProcessPoolExecutor(given.jobs, get_context("fork"), _make_tree, (parent,)) as pool,
+        ProcessPoolExecutor(given.jobs, get_context("fork"), _make_tree, (parent, marks)) as pool,
     ):
         costs = time_tests(pool, files, given.out.with_suffix(".seconds.json"))
         for row in pool.map(_try, [(mutant, costs, given.budget) for mutant in mutants]):
@@ -100,7 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(
                 f"{row['verdict']:9}{row['seconds']:5.1f} s {place} {row['operator']}", flush=True
             )
-    rows = read(given.out).values()
+    keys = {mutant.key for mutant in found}
+    rows = [row for key, row in read(given.out).items() if key in keys]
     killed = sum(row["verdict"] == "killed" for row in rows)
     print(f"{killed} of {len(rows)} changes were noticed: {given.out}")
 

@@ -17,8 +17,7 @@ CORE = "tests/nn/test_attention.py tests/nn/test_running.py tests/nn/test_dropou
 LAYER = "tests/nn/test_multihead.py tests/nn/test_transformer_layers.py"
 ENGINE = "tests/lln_study/train/test_engine.py tests/lln_study/train/test_loop.py"
 TRAINING = f"{ENGINE} tests/lln_study/train/test_resume.py"
-# A file or folder -> its tests; the longest match counts. Not here: experiments/graph.py, which
-# needs a GPU.
+# A file or folder -> its tests; the longest match counts.
 TESTS = {
     "lln/functional.py": f"{CALLS} tests/test_bad_input.py",
     "lln/ops": f"{OPS} {CALLS}",

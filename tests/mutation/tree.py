@@ -20,7 +20,7 @@ import pytest
 from tests.mutation.mutants import Mutant
 from tests.mutation.table import CHOICE, ROOT, killers_of
 
-COPIED = ("lln", "tests", "examples", "docs", "pyproject.toml", "README.md")
+COPIED = ("lln", "lln_study", "tests", "examples", "docs", "pyproject.toml", "README.md")
 LONGEST_FILE = 60.0  # seconds of a file of tests in which its tests are timed; the rest is not used
 
 
@@ -64,8 +64,8 @@ class Watch:
 class Tree:
     """The copy; its files are as before whenever no test runs."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, marks: str = "not slow and not gpu") -> None:
+        self.folder, self.marks = folder, marks
         for name in COPIED:
             if (ROOT / name).is_dir():
                 ignored = shutil.ignore_patterns("__pycache__")
@@ -74,7 +74,8 @@ class Tree:
                 shutil.copy(ROOT / name, folder / name)
         # By content: two changes of the same length may come within the same second.
         checked = py_compile.PycInvalidationMode.CHECKED_HASH
-        compileall.compile_dir(folder / "lln", quiet=1, invalidation_mode=checked)
+        for package in ("lln", "lln_study"):
+            compileall.compile_dir(folder / package, quiet=1, invalidation_mode=checked)
 
     def try_out(self, mutant: Mutant, costs: Mapping[str, float], budget: float) -> dict[str, Any]:
         """The row of one change, after the quickest of its tests that fit in ``budget`` seconds."""
@@ -118,9 +119,9 @@ class Tree:
             os.environ["PYTHONPATH"] = str(self.folder)
             sys.path[:] = [str(self.folder), *(x for x in sys.path if x not in ("", str(ROOT)))]
             for name in list(sys.modules):
-                if name.split(".")[0] in ("lln", "tests"):
+                if name.split(".")[0] in ("lln", "lln_study", "tests"):
                     del sys.modules[name]
-            options = ["-x", "-q", "-p", "no:cacheprovider", "-k", CHOICE]
+            options = ["-x", "-q", "-p", "no:cacheprovider", "-m", self.marks, "-k", CHOICE]
             options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
             watch = Watch(order, LONGEST_FILE)
             status = pytest.main([*options, *files], plugins=[watch])
