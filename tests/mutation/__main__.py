@@ -5,10 +5,10 @@
 
 Every change is made in a copy of the tree and taken back, and runs in a fork of a process that has
 loaded torch already, so that most take seconds. Tests are timed once without any change, where they
-must pass; of those in ``table.py`` the quickest that fit into ``--budget`` seconds are run: of those
-of ``make test``, or with ``--all`` of those of ``make test-all``, too. What
-was tried before is not tried again, except for survivors when the budget is larger. A survivor is
-an equivalent change or a test that is missing.
+must pass. Of those in ``table.py`` the quickest that fit into ``--budget`` seconds run: tests of
+``make test``, with ``--all`` those of ``make test-all``, too. What was tried before is not tried
+again, except for survivors when the budget is larger. A survivor is an equivalent change or a test
+that is missing.
 """
 
 from __future__ import annotations
