@@ -1,4 +1,6 @@
-"""What must hold for every stream of a Hugging Face model: copies of its cache, and its padding.
+"""What must hold for every stream of a Hugging Face model, and for every conversion of one.
+
+Streams: copies of a cache, and padding. Conversions: mixes, adapters, dtypes, and kills.
 
 `make fuzz` runs the same properties with more cases each (HYPOTHESIS_PROFILE=fuzz).
 """
@@ -8,11 +10,14 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import tempfile
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -181,3 +186,119 @@ def test_padding_on_either_side_changes_nothing(rows, behind, family, name, meas
             real = slice(start, start + length)
             alone = model(input_ids=ids[row : row + 1, real]).last_hidden_state[0]
             torch.testing.assert_close(batch[row, real], alone, **CLOSE)
+
+
+MIXES = {
+    "joint": ("lln_nearfar", {"slots": 16, "diag_overlap": 0}),
+    "learned": ("lln_diag", {"mix": "learned", "learn_scale": True}),
+    "average": ("lln_diag", {"learn_scale": True}),
+    "far alone": ("lln", {"learn_scale": True}),
+}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A conversion of a tiny decoder."""
+
+    dtype: torch.dtype
+    adapter: bool
+    lora: int
+    mix: str
+    near_dropout: float
+    killed: tuple[str, int]
+    seed: int
+
+    def model(self):
+        """A softmax model, tuned by an adapter that matters if it has one."""
+        model = model_of("llama", {**GROUPED, "num_hidden_layers": 1}).eval()
+        generator = torch.Generator().manual_seed(self.seed)
+        for name, x in model.named_parameters():
+            if x.dim() == 2:
+                factor = 8 if "q_proj" in name or "k_proj" in name else 3
+                x.data = factor * 0.02 * torch.randn(x.shape, generator=generator)
+        model = model.to(self.dtype)
+        if self.adapter:
+            config = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"])
+            model.add_adapter(config)
+            for name, x in model.named_parameters():
+                if "lora_" in name:
+                    x.data = 0.2 * torch.randn(x.shape, generator=generator)
+        return model
+
+    def batches(self) -> list[dict[str, Tensor]]:
+        generator = torch.Generator().manual_seed(self.seed)
+        return [{"input_ids": torch.randint(3, VOCABULARY, (2, 24), generator=generator)}]
+
+    def convert(self, model, folder, progress=None):
+        attention, options = MIXES[self.mix]
+        options = options if attention == "lln" else {**options, "diag_block": 4}
+        near_dropout = 0.0 if attention == "lln" else self.near_dropout
+        fixed = {} if attention == "lln_nearfar" else {"statistics": "fixed"}
+        return lln.hf.convert(
+            model, self.batches(), attention=attention, options={**options, **fixed},
+            calibration=1, transfer_steps=4, recover_steps=4, folder=folder, progress=progress,
+            recover_options={
+                "lora": self.lora, "near_dropout": near_dropout, "learning_rate": 1e-4,
+            },
+        )  # fmt: skip
+
+
+conversions = st.builds(
+    Conversion,
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    adapter=st.booleans(),
+    lora=st.sampled_from([0, 2]),
+    mix=st.sampled_from(sorted(MIXES)),
+    near_dropout=st.sampled_from([0.0, 0.5]),
+    killed=st.tuples(st.sampled_from(["transfer", "recover"]), st.integers(1, 4)),
+    seed=st.integers(0, 2**31),
+)
+
+
+@torch.no_grad()
+def distance(model, other, batch) -> float:
+    ours, theirs = (x(**batch).last_hidden_state.float() for x in (model, other))
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+# A case converts three times.
+@settings(max_examples=max(4, settings.default.max_examples // 10))
+@given(conversions)
+def test_conversion_keeps_dtype_and_adapters_and_goes_on_after_a_kill(case):
+    """It comes closer to the tuned model, and ends in the same weights after a kill."""
+    softmax, batch = case.model(), case.batches()[0]
+    dtypes = {name: x.dtype for name, x in softmax.state_dict().items()}
+
+    def kill(stage, step, steps, value):
+        if (stage, step) == case.killed:
+            raise KeyboardInterrupt
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr("lln.hf.conversion.convert.EVERY", 2)
+        model = case.model()
+        torch.manual_seed(0)
+        done = case.convert(model, f"{folder}/whole")
+        stopped = case.model()
+        torch.manual_seed(0)
+        with pytest.raises(KeyboardInterrupt):
+            case.convert(stopped, f"{folder}/killed", kill)
+        assert distance(stopped, softmax, batch) == 0  # given back
+        torch.manual_seed(0)
+        case.convert(stopped, f"{folder}/killed")
+
+    found, again = model.state_dict(), stopped.state_dict()
+    assert found.keys() == again.keys()
+    assert all(x.equal(again[name]) for name, x in found.items())
+    assert all(found[name].dtype == dtype for name, dtype in dtypes.items())
+    assert all(x.isfinite().all() for x in found.values())
+    assert model(**batch).last_hidden_state.dtype == case.dtype
+    if case.adapter:
+        assert model.active_adapters() == ["default"] and list(model.peft_config) == ["default"]
+    if case.lora:  # what the user's adapter learned is part of the answer, and not touched
+        wanted = softmax.state_dict()
+        assert all(x.equal(wanted[name]) for name, x in found.items() if ".lora_" in name)
+    first, *_, last = (row["loss"] for row in done.curves["recover"])
+    assert case.near_dropout or last < first
