@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,6 @@ from lln.device.timing import MIN_SAMPLES
 
 TRIED = 2  # updates of a stage; the first loads code
 LEAST = 1.0  # seconds that time is measured for at a length
-PROCESS = 10.0  # seconds until a process has loaded what measures memory on a CPU
 MEMORY = 2.0  # passes that memory takes there: its blocks go back to the system at once
 
 
@@ -95,16 +96,32 @@ def _forward_seconds(model: Any, batch: Mapping[str, Any]) -> float:
     return time.perf_counter() - started
 
 
-def cost_seconds(pace: Pace, model: Any, lengths: Sequence[int], tokens: int, length: int) -> float:
+def seconds_since_start() -> float:
+    """Age of this process; 0 where the system does not tell, which is where memory is not measured.
+
+    Most of it is imports at the start of a command, and a process that measures memory has as many.
+    """
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # starttime, the 22nd, after the system's
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+def cost_seconds(
+    pace: Pace, model: Any, lengths: Sequence[int], *, tokens: int, length: int, loading: float
+) -> float:
     """Seconds to measure time and memory of both models at these lengths.
 
     Args:
+        loading: Seconds until a process has imported what it needs; on a CPU one measures memory.
         tokens: Of the batch whose passes are known.
         length: Of its sequences.
     """
     on_cpu = model.device.type == "cpu"
     grows = _growth(model)
-    total = PROCESS if on_cpu and lengths else 0.0
+    total = loading if on_cpu and lengths else 0.0
     for each in lengths:
         softmax = pace.softmax / tokens * each * (1 + grows * each) / (1 + grows * length)
         turn = softmax + pace.converted / tokens * each

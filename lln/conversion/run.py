@@ -19,7 +19,7 @@ import torch
 import lln.hf
 from lln.conversion import page
 from lln.conversion.cost import decode_cost, forward_cost
-from lln.conversion.estimate import cost_seconds, try_out
+from lln.conversion.estimate import cost_seconds, seconds_since_start, try_out
 from lln.conversion.judge import Judge, judge_of
 from lln.conversion.settings import Settings
 from lln.conversion.subject import (
@@ -73,6 +73,7 @@ def convert_and_judge(settings: Settings, say: Callable[[str], None] = print) ->
     started = time.perf_counter()
     device = _device(settings)
     subject = load_subject(settings.model, device)
+    loading = seconds_since_start()
     texts = find_texts(settings.data, settings.held_out)
     if texts.train is None:
         say(
@@ -92,7 +93,12 @@ def convert_and_judge(settings: Settings, say: Callable[[str], None] = print) ->
     unfinished = Unfinished(settings.out, {**settings.decisive(), **contents})
     with unfinished.held():
         on_device, apart = (OnDevice(x, device) for x in (lessons.batches, lessons.apart))
-        _tell(settings, subject, judge, on_device, length, unfinished.resumed, say)
+        _tell(settings, subject, judge, on_device, length, say)
+        if unfinished.resumed:
+            say("goes on where it was interrupted")
+        else:
+            say("trying out a few updates, to tell how long it will take")
+            say(_estimate(settings, subject, judge, on_device, length, loading))
         attempts = Attempts(say)
         done = _convert(settings, judge, on_device, apart, subject, unfinished, attempts)
         with unfinished.published() as folder:
@@ -149,10 +155,9 @@ def _tell(
     judge: Judge,
     batches: OnDevice,
     length: int,
-    resumed: bool,
     say: Callable[[str], None],
 ) -> None:
-    """Say what will be done, and how long it takes if it begins."""
+    """Say what will be done."""
     used = (CALIBRATION + settings.transfer_steps + settings.recover_steps) * settings.batch_size
     again = len(batches.batches.sequences)
     epochs = f", {used / again:.1f} times the text" if again < used else ""
@@ -165,15 +170,15 @@ def _tell(
     )
     for note in judge.notes:
         say(note)
-    if resumed:
-        say("goes on where it was interrupted")
-        return
-    say("trying out a few updates, to tell how long it will take")
-    say(_estimate(settings, subject, judge, batches, length))
 
 
 def _estimate(
-    settings: Settings, subject: Subject, judge: Judge, batches: OnDevice, length: int
+    settings: Settings,
+    subject: Subject,
+    judge: Judge,
+    batches: OnDevice,
+    length: int,
+    loading: float,
 ) -> str:
     """Say about how long everything takes, part by part."""
     pace = try_out(_start(settings, subject), batches, _arguments(settings, judge))
@@ -185,7 +190,12 @@ def _estimate(
         "to learn": pace.learning(batches=CALIBRATION, **steps),
         "to judge": (softmax * pace.softmax + converted * pace.converted) / tokens,
         "to measure time and memory": cost_seconds(
-            pace, subject.model, _cost_lengths(settings, subject), tokens, length
+            pace,
+            subject.model,
+            _cost_lengths(settings, subject),
+            tokens=tokens,
+            length=length,
+            loading=loading,
         ),
     }
     said = ", ".join(f"{duration(seconds)} {what}" for what, seconds in parts.items())
@@ -201,7 +211,7 @@ def _arguments(settings: Settings, judge: Judge) -> Row:
     """What :func:`lln.hf.convert` is asked for, but for model, batches and progress."""
     precision = PRECISIONS[settings.precision]
     scratch = settings.from_scratch
-    recover_options = {"precision": precision, **settings.recover_options}
+    recover_options = {"seed": settings.seed, "precision": precision, **settings.recover_options}
     return {
         "teacher": judge.teacher if scratch else None,
         "attention": settings.attention,

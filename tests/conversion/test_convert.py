@@ -355,12 +355,16 @@ def test_an_estimate_counts_what_is_done(place, monkeypatch):
     assert not getattr(own.model.config, "lln", None)
     made = estimate.Pace(softmax=1, converted=2, prepared=3, error=4, transfer=5, recover=6)
     monkeypatch.setattr(run, "try_out", lambda *_: made)
-    said = run._estimate(settings, own, judged, batches, 64)
+    said = run._estimate(settings, own, judged, batches, 64, loading=7.0)
     learned = 4 * (3 + 4) + 8 * 5 + 5 * 6
     tokens = 6 * 64 / (2 * 64)  # of a pass over what is judged, in batches
     passes = 3 * 1 + (3 + 2 + 2) * 2  # teacher and halves; stages, branches and halves
     assert f"{learned} s to learn, {passes * tokens:.0f} s to judge, 0 s to measure" in said
-    assert estimate.cost_seconds(made, own.model, [64, 128], 128, 64) > 10 + 6 * (1 + 2)
+    assert 0 <= estimate.seconds_since_start() < 1e6  # since the start of this process
+    known = {"tokens": 128, "length": 64, "loading": 7.0}
+    assert estimate.cost_seconds(made, own.model, [], **known) == 0
+    assert estimate.cost_seconds(made, own.model, [64], **known) == 7 + (4 + 2) * (0.5 + 1)
+    assert estimate.cost_seconds(made, own.model, [64, 128], **known) > 7 + 3 * (4 + 2) * (0.5 + 1)
 
 
 def test_too_few_texts_for_their_similarities_leave_them_out(place, tmp_path):
