@@ -26,7 +26,7 @@ from tests.conversion.tiny_text import article, tokenizer_of
 from tests.hf.conversion.loud import loud
 from tests.hf.tiny import make
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 BLOCK = ("--set", "diag_block=16", "--set", "diag_overlap=0", "--set", "slots=16")
 SHORT = ("--length", "64", "--transfer-steps", "6", "--recover-steps", "2")
 QUICK = (*SHORT, *BLOCK, "--judge-articles", "6", "--cost-length", "0", "--device", "cpu")

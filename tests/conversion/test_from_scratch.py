@@ -116,6 +116,7 @@ def test_rates_reach_their_stages_and_change_nothing_otherwise(place, tmp_path, 
         raise ValueError("enough")
 
     monkeypatch.setattr(lln.hf, "convert", convert)
+    monkeypatch.setattr(run, "_estimate", lambda *_: "no updates are tried out")
     command(place, tmp_path / "a", "--transfer-rate", "0.01", "--recover-rate", "1e-5")
     assert asked["transfer_options"]["learning_rate"] == 0.01
     assert asked["recover_options"]["learning_rate"] == 1e-5
