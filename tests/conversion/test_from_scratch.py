@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import lln.hf
 from lln.cli import app as cli
-from lln.conversion import unfinished
+from lln.conversion import run, unfinished
 from lln.conversion.judge import DecoderJudge
 from lln.conversion.settings import SCRATCH_RATE, Settings
 from lln.conversion.subject import drawn_anew
