@@ -16,6 +16,7 @@ import lln.hf
 from lln.device.timing import MIN_SAMPLES
 
 TRIED = 2  # updates of a stage; the first loads code
+TINY = 1e-9  # learning rate
 LEAST = 1.0  # seconds that time is measured for at a length
 MEMORY = 2.0  # passes that memory takes there: its blocks go back to the system at once
 
@@ -65,18 +66,18 @@ def try_out(model: Any, batches: Sequence[Mapping[str, Any]], arguments: Mapping
         setattr(found, stage, lap())
 
     ended: list[float] = []  # of softmax, calibration, transfer, recovery
-    changes = {
+    changes: dict[str, Any] = {
         "calibration": 1,
         "held_out": [batches[0]],
         "keep": 0,
         "keep_heads": 0,
         "measure": lambda model: ended.append(lap()) or {},
         "progress": progress,
-        **{
-            f"{stage}_steps": min(TRIED, arguments[f"{stage}_steps"])
-            for stage in ("transfer", "recover")
-        },
     }
+    for stage in ("transfer", "recover"):
+        changes[f"{stage}_steps"] = min(TRIED, arguments[f"{stage}_steps"])
+        # So few updates have no warmup: at the usual rate they might diverge where many do not.
+        changes[f"{stage}_options"] = {**arguments[f"{stage}_options"], "learning_rate": TINY}
     lln.hf.convert(tried, batches, **{**arguments, **changes})
     found.prepared = ended[1]
     found.error = ended[2] if arguments["transfer_steps"] else 0.0
