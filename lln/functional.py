@@ -76,7 +76,6 @@ def attention(
     scale: float | None = None,
     mix: str | float | Tensor = "average",
     gamma: float | Tensor | None = None,
-    far: str | None = None,
     q_features: Float[Tensor, "B H N S"] | None = None,
     k_features: Float[Tensor, "B Hkv M S"] | None = None,
     method: Method = "paper",
@@ -115,8 +114,6 @@ def attention(
             for far ones (our own, docs/guide/near-and-far.md).
         gamma: For "joint": logarithm of the factor of LLN's weights, a number, ``[H]`` or
             ``[B, H]``; measured if left out, so needed with ``is_causal``.
-        far: For "joint": LLN attends to the "others" (default), the keys that are not near, or to
-            "all".
         q_features, k_features: What LLN sees instead of q and k, ``[B, H, N, S]`` and
             ``[B, Hkv, M, S]``: logarithms of positive features, before alpha and beta, which are
             then required; any number of slots S.
@@ -145,7 +142,7 @@ def attention(
     check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q)
     local = read_local(
         head_dim=q.shape[-1], diag_block=diag_block, diag_overlap=diag_overlap, sinks=sinks,
-        scale=scale, mix=mix, gamma=gamma, far=far,
+        scale=scale, mix=mix, gamma=gamma,
     )  # fmt: skip
     check_features(q, k, q_features, k_features, alpha)
     causal_block = read_causal_block(causal_block, is_causal=is_causal, local=local)
@@ -192,7 +189,6 @@ def attention_varlen(
     scale: float | None = None,
     mix: str | float | Tensor = "average",
     gamma: float | Tensor | None = None,
-    far: str | None = None,
     method: Method = "paper",
     target: str = "product",
     normalize_keys: bool = False,
@@ -223,7 +219,7 @@ def attention_varlen(
     check_target(target)
     local = read_local(
         head_dim=q.shape[-1], diag_block=diag_block, diag_overlap=diag_overlap, sinks=sinks,
-        scale=scale, mix=mix, gamma=gamma, far=far,
+        scale=scale, mix=mix, gamma=gamma,
     )  # fmt: skip
     check_pair(alpha, beta, is_causal)
     causal_block = read_causal_block(causal_block, is_causal=is_causal, local=local)
@@ -423,8 +419,6 @@ def which(
             needs.add("learned_mix")
         if local.overlap or local.sinks:
             needs.add("windows")
-        if local.far == "all":
-            needs.add("far_all")
     plain = not (local is not None and (local.joint or needs - {"dropout"}))
     if packed and plain and causal_block is None:
         op = "varlen"

@@ -85,7 +85,6 @@ _LLN_DIAG = {
     "normalize_keys": False,
     "mix": "average",
     "gamma": None,
-    "far": None,
     "feature_map": "identity",
     "slots": None,
     "center_keys": False,
@@ -97,9 +96,7 @@ _LLN_DIAG = {
     "scale": None,
     "impl": None,
 }
-_DIAGONAL = (
-    *("diag_block", "diag_overlap", "sinks", "mix", "gamma", "far", "diag_dropout", "scale"),
-)
+_DIAGONAL = (*("diag_block", "diag_overlap", "sinks", "mix", "gamma", "diag_dropout", "scale"),)
 _LLN = {option: value for option, value in _LLN_DIAG.items() if option not in _DIAGONAL}
 
 _THIS_PAPER = "Nahshan et al. 2023, arXiv:2311.13541"

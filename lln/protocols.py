@@ -29,8 +29,8 @@ class Call(NamedTuple):
     """What an implementation is asked to do: all that its refusal may depend on.
 
     ``needs`` names features beyond the plain op: ``"dropout"``, ``"learned_mix"``, ``"state"``,
-    ``"windows"`` (overlapping blocks, sinks), ``"features"`` (of one's own for the LLN branch),
-    ``"far_all"``. The other fields are given for ops that have them as options; ``slots`` is the
+    ``"windows"`` (overlapping blocks, sinks), ``"features"`` (of one's own for the LLN branch).
+    The other fields are given for ops that have them as options; ``slots`` is the
     width of features of one's own, ``causal_block`` the number of tokens that see each other in
     causal attention, None for one.
     """

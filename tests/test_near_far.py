@@ -14,25 +14,24 @@ JOINT = {"diag_block": 16, "diag_overlap": 5, "sinks": 2, "mix": "joint"}
 SCALES = {"alpha": 1.7, "beta": 1.4}
 
 
-def definition(q, k, v, gamma, *, far="others", is_causal=False, key_mask=None, features=None):
+def definition(q, k, v, gamma, *, is_causal=False, key_mask=None, features=None):
     q_far, k_far = (q, k) if features is None else features
     scales = {name: torch.full((q.shape[0], 1), x, dtype=q.dtype) for name, x in SCALES.items()}
     return reference.near_far(
         q, k, v, q_far=q_far, k_far=k_far, gamma=gamma, block=16, overlap=5, sinks=2,
-        scale=q.shape[-1] ** -0.5, far=far, is_causal=is_causal, key_mask=key_mask,
+        scale=q.shape[-1] ** -0.5, is_causal=is_causal, key_mask=key_mask,
         alpha=scales["alpha"].expand(-1, q.shape[1]), beta=scales["beta"].expand(-1, k.shape[1]),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("impl", ["eager", "reference"])
-@pytest.mark.parametrize("far", ["others", "all"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("shape", [(), (4,), (2, 4)], ids=str)
-def test_a_given_level(shape, is_causal, far, impl):
+def test_a_given_level(shape, is_causal, impl):
     q, k, v = random_qkv(2, 4, 50, key_heads=2)
     mask = torch.rand(2, 50) > 0.2
     gamma = torch.randn(shape, dtype=torch.float64)
-    options = {"is_causal": is_causal, "key_mask": mask, "far": far}
+    options = {"is_causal": is_causal, "key_mask": mask}
     out = lln.attention(q, k, v, gamma=gamma, **JOINT, **SCALES, **options, impl=impl)
     torch.testing.assert_close(out, definition(q, k, v, gamma.expand(2, 4), **options))
 
@@ -123,9 +122,7 @@ def test_on_gaussians_rows_are_as_concentrated_as_those_of_softmax(width, temper
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(
-    "options", [{"mix": "joint"}, {"mix": "joint", "far": "all"}, {"mix": 0.3}, {}], ids=str
-)
+@pytest.mark.parametrize("options", [{"mix": "joint"}, {"mix": 0.3}, {}], ids=str)
 def test_packed_is_one_by_one(options, is_causal):
     lengths, keys = [7, 40, 33, 1], [7, 40, 20, 5]
     cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0) for x in (lengths, keys))
@@ -178,8 +175,6 @@ def test_features_of_ones_own(is_causal):
 Q, K, V = random_qkv(2, 4, 20, key_heads=2, dtype=torch.float32)
 WRONG = {
     "gamma of an average": ({"diag_block": 4, "gamma": 1.0}, "gamma=1.0.*mix='joint'"),
-    "far of an average": ({"diag_block": 4, "far": "all"}, "far='all'.*mix='joint'"),
-    "an unknown far": ({**JOINT, "far": "none"}, "far='none'.*'others', 'all'"),
     "overlap of no block": ({"diag_overlap": 3}, "diag_overlap=3.*diag_block"),
     "sinks of no block": ({"sinks": 3}, "sinks=3.*diag_block"),
     "mix of no block": ({"mix": 0.3}, "mix=0.3.*diag_block"),

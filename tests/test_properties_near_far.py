@@ -29,7 +29,6 @@ class Case(properties.Case):
     overlap: int
     sinks: int
     mix: Any
-    far: str | None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -43,7 +42,7 @@ class Case(properties.Case):
             "mix": self.mix,
             "normalize_keys": self.normalize_keys,
         }
-        return given | ({"gamma": -0.7, "far": self.far} if self.mix == "joint" else {})
+        return given | ({"gamma": -0.7} if self.mix == "joint" else {})
 
     def features(self, q: Tensor, k: Tensor) -> dict[str, Tensor]:
         if self.slots is None:
@@ -62,7 +61,6 @@ cases = st.builds(
     overlap=st.sampled_from([0, 1, 5, 20]),
     sinks=st.sampled_from([0, 1, 4]),
     mix=st.sampled_from(["joint", "joint", "average", 0.3]),
-    far=st.sampled_from(["others", "all"]),
 )
 
 
@@ -99,7 +97,7 @@ def test_measured_levels_are_finite_and_their_rows_sum_to_one(case):
     q, k, _, mask = case.tensors()
     core = LLNAttention(
         case.key_heads * case.group, 4, num_kv_heads=case.key_heads, diag_block=case.block,
-        diag_overlap=case.overlap, sinks=case.sinks, mix="joint", far=case.far, method="entropy",
+        diag_overlap=case.overlap, sinks=case.sinks, mix="joint", method="entropy",
     ).double()  # fmt: skip
     rows = core.attention_matrix(q, k, mask).sum(-1)
     assert ((rows - 1).abs().minimum(rows.abs()) < 1e-9).all()

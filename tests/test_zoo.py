@@ -303,7 +303,7 @@ def test_records_are_complete():
 # Options of LLNAttention that the layer decides; without the diagonal branch its own are left out.
 BY_THE_LAYER = {"num_kv_heads", "device", "dtype"}
 DIAGONAL = {
-    *("diag_block", "diag_overlap", "sinks", "mix", "gamma", "far", "diag_dropout", "scale"),
+    *("diag_block", "diag_overlap", "sinks", "mix", "gamma", "diag_dropout", "scale"),
 }
 OURS = {"diag_block": 128, "method": "entropy", "mix": "joint"}
 

@@ -46,7 +46,7 @@ NEEDS_GAMMA = (
 SHARED = (
     *("the batch", "the number of query heads", "the number of key heads"),
     *("the width of q and k", "the width of v", "the dtype", "the width of the features"),
-    *("is_causal", "diag_block", "diag_overlap", "mix", "far", "scale", "method"),
+    *("is_causal", "diag_block", "diag_overlap", "mix", "scale", "method"),
     *("normalize_keys", "alpha", "beta", "gamma"),
 )
 
@@ -69,7 +69,6 @@ def attention(
     scale: float | None = None,
     mix: str | float | Tensor = "average",
     gamma: float | Tensor | None = None,
-    far: str | None = None,
     q_features: Float[Tensor, "B H N S"] | None = None,
     k_features: Float[Tensor, "B Hkv M S"] | None = None,
     method: str | MomentFit = "paper",
@@ -101,7 +100,7 @@ def attention(
         diag_overlap: Keys before and after its block that a query sees there, too, on whatever
             process (causal: before). Slices must be at least that long.
         sinks: Not possible here: 0.
-        scale, mix, far, method, normalize_keys: As in :func:`lln.attention`.
+        scale, mix, method, normalize_keys: As in :func:`lln.attention`.
         gamma: As in :func:`lln.attention`, equal on all processes; "joint" needs it.
         q_features, k_features: As in :func:`lln.attention`, those of the slice, ``[B, H, N, S]``
             and ``[B, Hkv, M, S]``.
@@ -131,7 +130,7 @@ def attention(
         check_features(q, k, q_features, k_features, alpha)
         near = read_local(
             head_dim=q.shape[-1], diag_block=diag_block, diag_overlap=diag_overlap, sinks=sinks,
-            scale=scale, mix=mix, gamma=gamma, far=far,
+            scale=scale, mix=mix, gamma=gamma,
         )  # fmt: skip
         weight = read_mix(mix, q.shape[1], q)
         _check_possible(impl, near)
@@ -146,7 +145,7 @@ def attention(
             beta = as_scale("beta", beta, k.shape[0], k.shape[1], k)
         sizes = (*q.shape[:2], k.shape[1], q.shape[3], v.shape[3])
         slots = None if k_features is None else k_features.shape[3]
-        told = (compute_dtype(q, k, v), slots, is_causal, diag_block, diag_overlap, mix, far)
+        told = (compute_dtype(q, k, v), slots, is_causal, diag_block, diag_overlap, mix)
         how = (scale, method, normalize_keys)
         values = (*sizes, *told, *how, alpha, beta, level)
         shared.update(zip(SHARED, values, strict=True))

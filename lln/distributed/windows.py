@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lln.distributed.exchange import Exchange, ExchangeEdges, ExchangeOutside, taking_part
+from lln.distributed.exchange import ExchangeEdges, ExchangeOutside, taking_part
 from lln.ops.eager.joint.far import far_op
 from lln.ops.eager.joint.near import near_op
-from lln.ops.eager.joint.near_far import Sinks, continue_all, read_with_normaliser
+from lln.ops.eager.joint.near_far import Sinks
 from lln.ops.eager.state import summarize_op
 from lln.ops.local import Local
 
@@ -82,13 +82,6 @@ def attend_far(
 ) -> Branch:
     """LLN attention of the slice over its far keys, wherever they are."""
     seen: tuple[Tensor, Tensor]
-    if near.far == "all":
-        log_mass, mean = summarize_op(k, v, beta, key_mask, normalize_keys)
-        seen = Exchange.apply(taking_part(log_mass), mean, group, is_causal)  # type: ignore[assignment]
-        if not is_causal:
-            return read_with_normaliser(q, alpha, *seen)
-        keys = {"beta": beta, "key_mask": key_mask, "normalize_keys": normalize_keys}
-        return continue_all(q, k, v, *seen, alpha=alpha, **keys)
     parts = [slice(None)]
     if near.overlap:
         parts += [slice(None, -near.overlap), slice(near.overlap, None)][: 1 if is_causal else 2]

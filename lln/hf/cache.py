@@ -21,7 +21,7 @@ from lln.hf.softmax import KeptKeys, put_softmax, softmax_heads_of
 from lln.nn import LLNAttention
 from lln.ops.arguments import hide
 from lln.ops.convolution import convolve_next, last_values
-from lln.ops.eager.joint.near_far import combine, continue_all
+from lln.ops.eager.joint.near_far import combine
 from lln.ops.state import State, summarize
 from lln.protocols import compute_dtype
 
@@ -228,16 +228,7 @@ class StateLayer(CacheLayerMixin):
         near, far = self.window.attend(
             own.q, own.q_far, own.k, own.v, own.k_far, own.key_mask, core.local
         )
-        if core.local.far == "others":
-            linear = far(self.state, own.alpha, own.beta, own.normalize_keys)
-        else:
-            linear = continue_all(
-                *(own.q_far, own.k_far, own.v, self.state.log_mass, self.state.mean),
-                alpha=own.alpha,
-                beta=own.beta,
-                key_mask=own.key_mask,
-                normalize_keys=own.normalize_keys,
-            )
+        linear = far(self.state, own.alpha, own.beta, own.normalize_keys)
         gamma = core.stored_level().to(own.alpha).expand(own.alpha.shape)
         return combine(near, linear, gamma)
 
@@ -259,7 +250,7 @@ class StateLayer(CacheLayerMixin):
         elif local is not None:
             block = self.block or OpenBlock.empty(k, v, local.block)
             self.block = block.append(own.k, v, own.key_mask)
-        if gone is None or local is None or local.far != "others":
+        if gone is None or local is None or not local.joint:
             gone = summarize(own.k_far, v, key_mask=own.key_mask, **options)
         self.state = gone if self.state is None else self.state.merge(gone)
         if core.conv:

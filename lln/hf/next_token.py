@@ -28,7 +28,7 @@ Part = tuple[Tensor, Tensor, Tensor | None]
 def serves(core: LLNAttention, window: OpenWindow | None) -> bool:
     """Whether a core decodes from such a window at all, and may write into this one."""
     local = core.local
-    if window is None or local is None or local.far != "others" or core.conv:
+    if window is None or local is None or not local.joint or core.conv:
         return False
     writable = torch.is_inference_mode_enabled() or not window.k.is_inference()
     return writable and not torch.is_grad_enabled()

@@ -79,14 +79,12 @@ def output_terms(
     k: Float[Tensor, "B Hkv M D"],
     v: Float[Tensor, "B Hkv M E"],
     *,
-    far: str = "others",
     key_mask: Bool[Tensor, "B M"] | None = None,
     **options: Any,
 ) -> OutputTerms:
     """The terms of evenly spaced queries, in O(rows M (D + S + E)) time.
 
     Args:
-        far: "others", or "all" for LLN over near keys as well.
         options: Of :func:`lln.moments.match_level`.
     """
     if q.shape[2] == 0 or k.shape[2] == 0:
@@ -95,21 +93,13 @@ def output_terms(
     found = scores_of_rows(q, k, key_mask=key_mask, **options)
     near, distant, linear = found.logs()
     counted = found.counted(distant, linear)
-    reached = found.far
-    if far == "all":
-        reached = found.near | found.far
-        linear = found.linear.masked_fill(~reached, -torch.inf).logsumexp(-1)
-        counted = linear.isfinite()
-        counted = counted if found.real is None else counted & found.real[:, None]
-    slope, square = _parabola(found, reached, v, key_mask)
+    slope, square = _parabola(found, v, key_mask)
     counted = counted & slope.isfinite() & square.isfinite()
     terms = (near, distant, linear, slope, square, counted)
     return OutputTerms(*(x.transpose(0, 1).flatten(1) for x in terms))
 
 
-def _parabola(
-    found: RowScores, reached: Tensor, v: Tensor, key_mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _parabola(found: RowScores, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """(n − s)·(f − n) and ‖f − n‖² of every query."""
     group = found.exact.shape[1] // max(v.shape[1], 1)
     values = hide(v.to(found.exact.dtype), key_mask).repeat_interleave(group, dim=1)
@@ -121,7 +111,7 @@ def _parabola(
     with no_autocast(v):
         near = over(found.exact, found.near)
         wanted = over(found.exact, found.near | found.far)
-        step = over(found.linear, reached) - near
+        step = over(found.linear, found.far) - near
     return ((near - wanted) * step).sum(-1), step.square().sum(-1)
 
 
@@ -142,7 +132,7 @@ def match_output_level(
         q: Queries ``[B, H, N, D]``, any floating dtype.
         k: Keys ``[B, Hkv, M, D]``.
         v: Values ``[B, Hkv, M, E]``.
-        options: ``far`` and those of :func:`lln.moments.match_level`.
+        options: Of :func:`lln.moments.match_level`.
 
     Example:
         >>> gamma = match_output_level(q, k, v, alpha=alpha, beta=beta, block=128)    # -> [8]

@@ -65,8 +65,6 @@ class LLNAttention(nn.Module):
             is sigmoid(mix_logit_h), a parameter that starts at ½.
         gamma: For "joint" with "fixed": logarithm of the factor of LLN's weights, a number or one
             per head. Otherwise it is measured, averaged and stored as α and β are.
-        far: For "joint": LLN attends to the "others" (default), the keys that are not near, or to
-            "all".
         feature_map, slots: What LLN's features are made of: "identity" (q and k, D slots), "signs"
             (2 D), "rotations" (multiples of D) or "learned" maps (any number, 2 D by default), see
             :class:`lln.nn.feature_maps.FeatureMap`. The softmax branch keeps q and k. The features
@@ -123,7 +121,6 @@ class LLNAttention(nn.Module):
         normalize_keys: bool = False,
         mix: str | float | Sequence[float] | Tensor = "average",
         gamma: float | Sequence[float] | Tensor | None = None,
-        far: str | None = None,
         feature_map: str = "identity",
         slots: int | None = None,
         center_keys: bool = False,
@@ -154,7 +151,7 @@ class LLNAttention(nn.Module):
         self._check_arguments()
         self.local = read_local(
             head_dim=head_dim, diag_block=diag_block, diag_overlap=diag_overlap, sinks=sinks,
-            scale=scale if diag_block is not None else None, mix=self.mix, gamma=gamma, far=far,
+            scale=scale if diag_block is not None else None, mix=self.mix, gamma=gamma,
         )  # fmt: skip
         self.causal_block = read_causal_block(causal_block, is_causal=causal, local=self.local)
         self.scale = head_dim**-0.5 if self.local is None else self.local.scale
@@ -537,7 +534,6 @@ class LLNAttention(nn.Module):
             "diag_block": (self.diag_block, None),
             "diag_overlap": (self.local.overlap if self.local else 0, 0),
             "sinks": (self.local.sinks if self.local else 0, 0),
-            "far": (self.local.far if self.local else None, "others" if self.level else None),
             "center_keys": (self.center is not None, False),
             "mix": (self.mix, "average"),
             "conv": (self.conv, 0),

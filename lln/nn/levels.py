@@ -46,7 +46,7 @@ class Level(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.scale, self.far, self.matching = local.scale, local.far, statistics.matching
+        self.scale, self.matching = local.scale, statistics.matching
         self.window = {"block": local.block, "overlap": local.overlap, "sinks": local.sinks}
         heads = self.matching.num_heads
         self.stored = None
@@ -115,7 +115,7 @@ class Level(nn.Module):
 
     def output_terms(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> OutputTerms:
         """What γ for the closest output follows from; options as in :meth:`measure`."""
-        return output_terms(q, k, v, far=self.far or "others", **self._field(), **options)
+        return output_terms(q, k, v, **self._field(), **options)
 
     def _field(self) -> dict[str, Any]:
         normalize = self.matching.normalize_keys

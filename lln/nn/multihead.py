@@ -31,7 +31,7 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first:
             As in torch, where ``dropout`` acts as in :class:`lln.nn.LLNAttention`.
-        diag_block, diag_overlap, sinks, mix, gamma, far, conv: See :class:`lln.nn.LLNAttention`.
+        diag_block, diag_overlap, sinks, mix, gamma, conv: See :class:`lln.nn.LLNAttention`.
         method, target, statistics, alpha, beta, sharpness, normalize_keys: See there, too.
         feature_map, slots, center_keys: See there, too.
         learn_scale, diag_dropout, momentum, scale, impl: See there, too. Causality is an argument
@@ -81,7 +81,6 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         normalize_keys: bool = False,
         mix: str | float | Sequence[float] | Tensor = "average",
         gamma: float | Sequence[float] | Tensor | None = None,
-        far: str | None = None,
         feature_map: str = "identity",
         slots: int | None = None,
         center_keys: bool = False,
@@ -136,7 +135,6 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
             normalize_keys=normalize_keys,
             mix=mix,
             gamma=gamma,
-            far=far,
             feature_map=feature_map,
             slots=slots,
             center_keys=center_keys,

@@ -52,8 +52,6 @@ def row_weights(
         weight = 0.5 if draw.mix is None else draw.mix[:, None, None]
         return weight * _softmax(linear, seen) + (1 - weight) * _softmax(exact, near)
     linear = linear + draw.gamma[..., None, None]
-    if core.local.far == "all":
-        exact = torch.logaddexp(exact, linear)
     return _softmax(torch.where(near, exact, linear), seen)
 
 

@@ -52,7 +52,7 @@ def attend(
         window = {"diag_overlap": local.overlap, "sinks": local.sinks, "scale": local.scale}
         options |= {"diag_block": local.block, **window}
         if local.joint:
-            options |= {"mix": "joint", "far": local.far}
+            options |= {"mix": "joint"}
             if module.level is not None and module.level.stored is not None:
                 options["gamma"] = module.stored_level()
         elif (weight := module.mix_weight()) is not None:

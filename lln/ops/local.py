@@ -13,8 +13,6 @@ from torch import Tensor
 from lln.ops.arguments import check_positive_int, may_look_at
 from lln.protocols import compute_dtype
 
-#: Which keys the LLN branch attends to: those that are not near, or every visible one.
-FAR = ("others", "all")
 #: How the branches are put together, where that is a word.
 MIXES = ("average", "joint")
 
@@ -27,19 +25,14 @@ class Local:
         block, overlap: Queries of block b see the keys C·b − overlap … C·(b+1) + overlap − 1.
         sinks: Number of first valid keys that every query sees.
         scale: Factor of q·k.
-        far: Of ``mix="joint"``: "others" or "all"; None for branches that are averaged.
+        joint: Whether one normaliser holds for both branches, ``mix="joint"``.
     """
 
     block: int
     overlap: int
     sinks: int
     scale: float
-    far: str | None
-
-    @property
-    def joint(self) -> bool:
-        """Whether one normaliser holds for both branches."""
-        return self.far is not None
+    joint: bool
 
     @property
     def window(self) -> tuple[int, int, int]:
@@ -50,8 +43,7 @@ class Local:
     def options(self) -> dict[str, Any]:
         """Arguments of the ops :func:`lln_diag` and :func:`near_far`."""
         window = {"block": self.block, "overlap": self.overlap, "sinks": self.sinks}
-        joint = {"far": self.far} if self.joint else {}
-        return {**window, **joint, "scale": self.scale}
+        return {**window, "scale": self.scale}
 
     def columns(self, is_causal: bool) -> int:
         """How many keys a query may see here: the width of a mask for dropout."""
@@ -67,7 +59,6 @@ def read_local(
     scale: float | None = None,
     mix: Any = "average",
     gamma: Any = None,
-    far: str | None = None,
 ) -> Local | None:
     """Check the options of the local branch; None without ``diag_block``.
 
@@ -81,15 +72,11 @@ def read_local(
     averaged = isinstance(mix, str) and mix == "average"
     if diag_block is None:
         _refuse_without_block(diag_overlap, sinks, scale, mix, joint or not averaged)
-    if not joint:
-        for name, value in (("gamma", gamma), ("far", far)):
-            if value is not None:
-                raise ValueError(
-                    f"{name}={_shown(value)} is of one normaliser for both branches and would be "
-                    f"ignored with mix={_shown(mix)}; give mix='joint' too, or leave {name} out"
-                )
-    if far is not None and far not in FAR:
-        raise ValueError(f"far={far!r} is unknown; choose from {', '.join(map(repr, FAR))}")
+    if not joint and gamma is not None:
+        raise ValueError(
+            f"gamma={_shown(gamma)} is of one normaliser for both branches and would be ignored "
+            f"with mix={_shown(mix)}; give mix='joint' too, or leave gamma out"
+        )
     if diag_block is None:
         return None
     check_positive_int("diag_block", diag_block)
@@ -98,9 +85,7 @@ def read_local(
     factor = head_dim**-0.5 if scale is None else scale
     if not isinstance(factor, (int, float)) or not math.isfinite(factor):
         raise ValueError(f"scale={scale!r} must be a finite number, 1/sqrt(head size) by default")
-    return Local(
-        diag_block, diag_overlap, sinks, float(factor), (far or "others") if joint else None
-    )
+    return Local(diag_block, diag_overlap, sinks, float(factor), joint)
 
 
 def read_mix(mix: object, heads: int, like: Tensor) -> Tensor | None:

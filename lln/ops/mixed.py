@@ -22,8 +22,7 @@ from lln.protocols import Call
 def refuses(call: Call) -> str | None:
     """Why the branches have no kernel for these tensors, or None."""
     if call.op == "near_far":
-        needs = call.needs - {"far_all"}
-        return triton.refuses(Call("near", call.q, call.k, call.v, needs, sinks=call.sinks))
+        return triton.refuses(Call("near", call.q, call.k, call.v, call.needs, sinks=call.sinks))
     if call.op != "lln_diag":
         return f"{call.op} has no two branches; this is for LLN+Diag"
     linear = "causal" if call.is_causal else "bidirectional"

@@ -24,7 +24,6 @@ def near_far(
     scale: float,
     overlap: int = 0,
     sinks: int = 0,
-    far: str = "others",
     q_far: Float[Tensor, "B H N S"] | None = None,
     k_far: Float[Tensor, "B Hkv M S"] | None = None,
     key_mask: Bool[Tensor, "B M"] | None = None,
@@ -43,7 +42,7 @@ def near_far(
         out_i = u_i o_near,i + (1 − u_i) o_far,i
 
     Near query i of block b: the keys C·b − overlap … C·(b+1) + overlap − 1 (causal: … i), and the
-    first ``sinks`` valid keys. Far: the other visible keys, or all of them.
+    first ``sinks`` valid keys. Far: the other visible keys.
 
     Args:
         q_far, k_far: What the LLN branch sees instead of q and k, of any width S.
@@ -60,8 +59,6 @@ def near_far(
     """
     dropout = slot_dropout is not None or probability_dropout is not None or near_kept is not None
     needs = {"dropout"} if dropout else set()
-    if far == "all":
-        needs.add("far_all")
     slots = (q if q_far is None else q_far).shape[-1]
     call = Call("near_far", q, k, v, frozenset(needs), is_causal, block, overlap, sinks, slots)
     given = {
@@ -82,7 +79,6 @@ def near_far(
         scale=scale,
         overlap=overlap,
         sinks=sinks,
-        far=far,
         key_mask=key_mask,
         is_causal=is_causal,
         normalize_keys=normalize_keys,

@@ -20,7 +20,7 @@ from lln.protocols import Call, compute_dtype
 
 def refuses(call: Call) -> str | None:
     """The reference has no dropout and no state before causal keys."""
-    if unknown := call.needs - {"learned_mix", "windows", "features", "far_all"}:
+    if unknown := call.needs - {"learned_mix", "windows", "features"}:
         return f"the O(N²) reference does not know {', '.join(sorted(unknown))}"
     return None
 
@@ -216,15 +216,11 @@ def near_far_matrix(
     overlap: int = 0,
     sinks: int = 0,
     scale: float,
-    far: str = "others",
     key_mask: Bool[Tensor, "B M"] | None = None,
     is_causal: bool = False,
     normalize_keys: bool = False,
 ) -> Float[Tensor, "B H N M"]:
-    """One normaliser for weights e^s of near keys and e^γ Σ_l e^(α q_il + β k_jl) of far ones.
-
-    Far are the keys that are not near ("others"), or every visible key ("all").
-    """
+    """One normaliser for weights e^s of near keys and e^γ Σ_l e^(α q_il + β k_jl) of all others."""
     queries, keys = q.shape[2], k.shape[2]
     seen = visible(queries, keys, key_mask=key_mask, is_causal=is_causal, device=q.device)
     near = near_field(
@@ -237,10 +233,7 @@ def near_far_matrix(
     exact = softmax_scores(q, k, scale=scale)
     linear = lln_scores(q_far, k_far, alpha=alpha, beta=beta, normalize_keys=normalize_keys)
     linear = linear + gamma[..., None, None]
-    if far == "others":
-        return normalize_rows(torch.where(near, exact, linear), seen)
-    both = torch.logaddexp(exact, linear)
-    return normalize_rows(torch.where(near, both, linear), seen)
+    return normalize_rows(torch.where(near, exact, linear), seen)
 
 
 def _rounded_once(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -322,13 +315,13 @@ def near(q, k, v, *, block, scale, overlap=0, sinks=0, key_mask=None, is_causal=
 
 @_rounded_once
 def near_far(
-    q, k, v, *, q_far, k_far, alpha, beta, gamma, block, scale, overlap=0, sinks=0, far="others",
+    q, k, v, *, q_far, k_far, alpha, beta, gamma, block, scale, overlap=0, sinks=0,
     key_mask=None, is_causal=False, normalize_keys=False,
 ) -> Tensor:  # fmt: skip
     """Near keys exactly, far keys by LLN, under one normaliser."""
     p = near_far_matrix(
         q, k, q_far=q_far.to(q.dtype), k_far=k_far.to(q.dtype), alpha=alpha, beta=beta,
-        gamma=gamma, block=block, overlap=overlap, sinks=sinks, scale=scale, far=far,
+        gamma=gamma, block=block, overlap=overlap, sinks=sinks, scale=scale,
         key_mask=key_mask, is_causal=is_causal, normalize_keys=normalize_keys,
     )  # fmt: skip
     return attend(p, v, key_mask)

@@ -43,7 +43,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lln_diag_overlap": {"diag_block": WIDE_BLOCK, "diag_overlap": WIDE_BLOCK // 2},
     "lln_diag_causal": {"diag_block": DIAG_BLOCK, "is_causal": True},
     "near_far": _JOINT,
-    "near_far_all": {**_JOINT, "far": "all"},
     "near_far_overlap": {**_JOINT, "diag_overlap": WIDE_BLOCK // 2},
     "near_far_causal": {**_JOINT, "diag_overlap": WIDE_BLOCK // 2, "is_causal": True},
     "near_far_slots": _JOINT,
@@ -146,12 +145,8 @@ def _backend(name: str, *, is_causal: bool = False) -> Callable[..., Tensor]:
 
 
 SOFTMAX = ("sdpa", "cudnn", "flash", "matrix")
-# What each of our implementations is measured in; "mixed" where no single kernel takes an op.
-IMPLEMENTED = {
-    "eager": ("bidirectional", "lln_diag", "causal"),
-    "triton": tuple(op for op in OPTIONS if op != "near_far_all"),
-    "mixed": ("near_far_all",),
-}
+# What each of our implementations is measured in.
+IMPLEMENTED = {"eager": ("bidirectional", "lln_diag", "causal"), "triton": tuple(OPTIONS)}
 RUNNERS: dict[tuple[str, str], Callable[..., Tensor]] = {
     **{(op, impl): _ours(op, impl) for impl, ops in IMPLEMENTED.items() for op in ops},
     **{("measured", impl): _measured(impl) for impl in ("eager", "triton")},

@@ -39,7 +39,6 @@ FLOORS: dict[str, tuple[float, float]] = {
     "lln_diag_overlap": _TWO_BRANCHES,
     "lln_diag_causal": _TWO_BRANCHES,
     "near_far": _TWO_BRANCHES,
-    "near_far_all": _TWO_BRANCHES,
     "near_far_overlap": _TWO_BRANCHES,
     "near_far_causal": _TWO_BRANCHES,
     # q and k of their own for far keys: k_far, v; q, k, v, q_far, out. Backwards: q_far, dO; q, k,
@@ -172,7 +171,6 @@ def _settings(quick: bool) -> list[Timed]:
         **dict.fromkeys(RECIPES, "triton"), "lln_diag_128": "triton", "lln_diag_256": "triton",
         "lln_diag_overlap": "triton", "lln_diag_causal": "triton", "near_far": "triton",
         "near_far_overlap": "triton", "near_far_causal": "triton", "near_far_slots": "triton",
-        "near_far_all": "mixed",
     }  # fmt: skip
     cases = [case for op, impl in ops.items() for case in _cases(op, impl, lengths)]
     return [Timed(case, launch) for case in cases for launch in (GRAPH, EAGER)]

@@ -16,11 +16,11 @@ HEADS, WIDTH, BLOCK, OVERLAP, SINKS, TOKENS = 4, 8, 8, 4, 2, 37
 SLOTS = 24
 
 
-def core_of(causal: bool, far: str, kind: str = "fixed") -> LLNAttention:
+def core_of(causal: bool, kind: str = "fixed") -> LLNAttention:
     options = {"alpha": 0.7, "beta": 0.9, "gamma": 0.3} if kind == "fixed" else {}
     core = LLNAttention(
         HEADS, WIDTH, num_kv_heads=2, causal=causal, diag_block=BLOCK, diag_overlap=OVERLAP,
-        sinks=SINKS, mix="joint", far=far, feature_map="learned", slots=SLOTS, statistics=kind,
+        sinks=SINKS, mix="joint", feature_map="learned", slots=SLOTS, statistics=kind,
         learn_scale=True, dtype=torch.float64, **options,
     )  # fmt: skip
     for parameter in core.parameters():
@@ -44,16 +44,15 @@ def dense(core: LLNAttention, q, k, v, branch: str):
     alpha, beta = core.scales()
     phi_q = (alpha[:, None, None] * q_far).exp()
     phi_k = (beta[:, None, None] * k_far).exp().repeat_interleave(2, 1)
-    weights = phi_q @ phi_k.mT * (visible if core.local.far == "all" else visible & ~is_near)
+    weights = phi_q @ phi_k.mT * (visible & ~is_near)
     mass = weights.sum(-1, keepdim=True)
     return torch.where(mass > 0, weights @ values / mass.clamp(min=1e-300), near)
 
 
-@pytest.mark.parametrize("far", ["others", "all"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("branch", ["near", "far"])
-def test_a_branch_alone_is_its_own_attention(branch, causal, far):
-    core = core_of(causal, far)
+def test_a_branch_alone_is_its_own_attention(branch, causal):
+    core = core_of(causal)
     q = 2 * torch.randn(2, HEADS, TOKENS, WIDTH, dtype=torch.float64)
     k, v = 2 * torch.randn(2, 2, 2, TOKENS, WIDTH, dtype=torch.float64)
     with torch.no_grad():
@@ -67,7 +66,7 @@ def test_a_branch_alone_is_its_own_attention(branch, causal, far):
 
 
 def test_measured_levels_are_overruled_too():
-    core = core_of(False, "others", kind="sample")
+    core = core_of(False, kind="sample")
     q, k, v = torch.randn(3, 1, HEADS, TOKENS, WIDTH, dtype=torch.float64).unbind()
     k, v = k[:, :2], v[:, :2]
     with torch.no_grad(), only(core, "near"):

@@ -61,20 +61,15 @@ JOINT = (
     Case("joint, normalized", _BLOCKS | {"normalize_keys": True}, shares=(2, 1, 1, 2)),
     Case("joint, wide spread", _BLOCKS, spread=40.0),
     Case("joint, bfloat16", _BLOCKS, dtype=torch.bfloat16, masked=True),
-    Case("joint, all", _BLOCKS | {"far": "all"}, shares=(3, 1, 0, 2)),
-    Case("joint, all, masked", _BLOCKS | {"far": "all"}, masked=True, heads=4),
     Case("joint, causal", _BLOCKS | {"is_causal": True}, shares=(1, 3, 0, 2)),
     Case("joint, causal, masked", _BLOCKS | {"is_causal": True}, masked=True, heads=4),
-    Case("joint, causal, all", _BLOCKS | {"is_causal": True, "far": "all"}, masked=True),
     Case("joint, overlap", _OVERLAP, shares=(2, 1, 3, 1)),
     Case("joint, overlap, masked", _OVERLAP, masked=True, heads=4, value_width=3),
     Case("joint, overlap as long as a slice", _OVERLAP | {"diag_overlap": 8}, masked=True),
     Case("joint, overlap, float32", _OVERLAP, dtype=torch.float32),
-    Case("joint, overlap, all", _OVERLAP | {"far": "all"}, shares=(1, 2, 1, 1)),
     Case(
         "joint, overlap, causal", _OVERLAP | {"is_causal": True}, masked=True, shares=(2, 1, 2, 1)
     ),
-    Case("joint, overlap, causal, all", _OVERLAP | {"is_causal": True, "far": "all"}),
 )
 MEASURED = (
     Case("measured", scales=False, shares=(3, 1, 2, 1)),

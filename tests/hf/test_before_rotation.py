@@ -248,9 +248,7 @@ def test_padding_changes_nothing(family, side):
 
 
 @pytest.mark.parametrize("way", ["greedy", "beam"])
-@pytest.mark.parametrize(
-    "options", [{}, {"far": "all"}, {"mix": "average", "gamma": None}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"mix": "average", "gamma": None}], ids=str)
 def test_generation(options, way):
     model = ready(**options)
     tokens, logits, cache = generate(model, **ragged(), **WAYS[way])

@@ -121,7 +121,7 @@ def test_a_prompt_may_be_read_in_pieces(name, chunk):
     "options",
     [
         *({"mix": "learned"}, {"normalize_keys": True}, {"learn_scale": True}, {"conv": 33}),
-        *({"mix": "joint", "learn_scale": True}, {"mix": "joint", "far": "all"}),
+        {"mix": "joint", "learn_scale": True},
         {"mix": "joint", "feature_map": "learned", "slots": 24, "center_keys": True, "sinks": 1},
         {"feature_map": "signs", "center_keys": True, "sharpness": 0.6, "diag_overlap": 9},
         *({"mix": "joint", "feature_map": "hedgehog"}, {"feature_map": "elu"}),

@@ -41,33 +41,32 @@ def errors(q, k, v, gamma, mask=None, **options):
     return difference.sum((0, 2))
 
 
-@pytest.mark.parametrize("far", ["others", "all"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_no_other_level_is_closer(far, causal, masked):
+def test_no_other_level_is_closer(causal, masked):
     q, k, v, scales = inputs()
     mask = torch.arange(TOKENS) < torch.tensor([[TOKENS], [31]]) if masked else None
     options = {"is_causal": causal, **scales}
     seen = {"key_mask": mask, "query_mask": mask}
     # as many rows as tokens: each is looked at once
-    gamma = match_output_level(q, k, v, far=far, **WINDOW, **options, **seen, rows=TOKENS)
+    gamma = match_output_level(q, k, v, **WINDOW, **options, **seen, rows=TOKENS)
     if masked:  # what stands at padding does not matter
         k, v = (x.masked_fill(~mask[:, None, :, None], float("nan")) for x in (k, v))
-        again = match_output_level(q, k, v, far=far, **WINDOW, **options, **seen, rows=TOKENS)
+        again = match_output_level(q, k, v, **WINDOW, **options, **seen, rows=TOKENS)
         torch.testing.assert_close(again, gamma, rtol=0, atol=0)
         k, v = k.nan_to_num(), v.nan_to_num()
-    found = errors(q, k, v, gamma, mask, far=far, **options)
+    found = errors(q, k, v, gamma, mask, **options)
     for offset in (-4.0, -1.0, -3 * STEP, 3 * STEP, 1.0, 4.0):
-        other = errors(q, k, v, gamma + offset, mask, far=far, **options)
-        within = (gamma + offset - _matched(q, k, v, far, options, seen)).abs() <= FARTHEST
+        other = errors(q, k, v, gamma + offset, mask, **options)
+        within = (gamma + offset - _matched(q, k, v, options, seen)).abs() <= FARTHEST
         assert (found <= other + 1e-9)[within].all() or masked, offset
         # with padding evenly spaced queries meet some twice, so that only the sum is certain
         assert found.sum() <= other.sum() * 1.02
 
 
-def _matched(q, k, v, far, options, seen):
+def _matched(q, k, v, options, seen):
     """The level around which is sought."""
-    terms = output_terms(q, k, v, far=far, **WINDOW, **options, **seen, rows=TOKENS)
+    terms = output_terms(q, k, v, **WINDOW, **options, **seen, rows=TOKENS)
     logs = (x[None] for x in (terms.near, terms.far, terms.linear))
     return solve_share(*logs, (terms.counted & terms.far.isfinite())[None])[0]
 

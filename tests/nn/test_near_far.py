@@ -31,14 +31,13 @@ def test_the_module_is_the_function():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("far", ["others", "all"])
-def test_fixed_scales_and_level_are_those_given(causal, far):
+def test_fixed_scales_and_level_are_those_given(causal):
     q, k, v, mask = inputs()
     scales = {"alpha": 1.5, "beta": [1.2, 1.4], "gamma": [-1.0, 0.0, 0.5, 2.0]}
-    core = module(statistics="fixed", causal=causal, far=far, **JOINT, **scales)
+    core = module(statistics="fixed", causal=causal, **JOINT, **scales)
     out = core(q, k, v, mask)
     given = {name: torch.tensor(x, dtype=torch.float32).double() for name, x in scales.items()}
-    expected = lln.attention(q, k, v, key_mask=mask, is_causal=causal, far=far, **JOINT, **given)
+    expected = lln.attention(q, k, v, key_mask=mask, is_causal=causal, **JOINT, **given)
     torch.testing.assert_close(out, expected)
 
 

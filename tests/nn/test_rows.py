@@ -15,7 +15,6 @@ CASES = {
     "average": {"diag_block": 8},
     "learned": {"diag_block": 8, "diag_overlap": 3, "mix": "learned"},
     "joint": {**JOINT, "diag_overlap": 4, "sinks": 2},
-    "all": {**JOINT, "far": "all"},
     "maps": {**JOINT, "feature_map": "learned", "slots": 12, "center_keys": True},
     **{kind: {**JOINT, "feature_map": kind} for kind in ("hedgehog", "t2r", "elu")},
 }

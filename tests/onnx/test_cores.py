@@ -44,14 +44,14 @@ CORES: dict[str, tuple[bool, list[dict]]] = {
             dict(RECOMMENDED),
             {"diag_block": 16, "method": "entropy", "feature_map": "signs"},
             {**RECOMMENDED, "statistics": "running", "diag_overlap": 3, "sinks": 1},
-            {**JOINT, "far": "all", "statistics": "sample"},
+            {**JOINT, "statistics": "sample"},
         ],
     ),
     "slow causal": (
         True,
         [
             {**JOINT, "diag_overlap": 11, "sinks": 1},
-            {**JOINT, "far": "all", "normalize_keys": True},
+            {**JOINT, "normalize_keys": True},
         ],
     ),
 }

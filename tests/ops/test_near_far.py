@@ -20,7 +20,6 @@ from tests.helpers import assert_matches, random_qkv, random_scales, run_with_gr
 WINDOWS = [(16, 0, 0), (16, 5, 0), (16, 16, 3), (16, 40, 2), (1, 0, 0), (300, 0, 0)]
 windows = pytest.mark.parametrize("block, overlap, sinks", WINDOWS)
 causality = pytest.mark.parametrize("is_causal", [False, True])
-fields = pytest.mark.parametrize("far", ["others", "all"])
 
 
 def tensors(queries: int, keys: int | None = None, slots: int = 8, spread: float = 1.0) -> dict:
@@ -54,34 +53,31 @@ def compare(op, oracle, given, dtype=torch.float64, **options) -> None:
             assert_matches(name, got[name], plain[name], exact[name], factor=4)
 
 
-@fields
 @causality
 @windows
 @pytest.mark.parametrize("length", [1, 17, 63])
 def test_outputs_and_gradients_are_those_of_the_definition(
-    length, block, overlap, sinks, is_causal, far
+    length, block, overlap, sinks, is_causal
 ):
     mask = torch.rand(2, length) > 0.3
-    options = {"block": block, "overlap": overlap, "sinks": sinks, "scale": 0.4, "far": far}
+    options = {"block": block, "overlap": overlap, "sinks": sinks, "scale": 0.4}
     compare(
         near_far, reference.near_far, tensors(length), key_mask=mask, is_causal=is_causal, **options
     )
 
 
-@fields
 @causality
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_precision(dtype, is_causal, far):
-    options = {"block": 16, "overlap": 7, "sinks": 2, "scale": 0.4, "far": far}
+def test_precision(dtype, is_causal):
+    options = {"block": 16, "overlap": 7, "sinks": 2, "scale": 0.4}
     compare(near_far, reference.near_far, tensors(100), dtype, is_causal=is_causal, **options)
 
 
-@fields
 @causality
 @pytest.mark.parametrize("queries, keys", [(5, 100), (70, 100), (100, 30), (0, 9), (9, 0), (0, 0)])
-def test_cross_attention_is_aligned_bottom_right(queries, keys, is_causal, far):
+def test_cross_attention_is_aligned_bottom_right(queries, keys, is_causal):
     mask = torch.rand(2, keys) > 0.3
-    options = {"block": 16, "overlap": 7, "sinks": 2, "scale": 0.4, "far": far}
+    options = {"block": 16, "overlap": 7, "sinks": 2, "scale": 0.4}
     given = tensors(queries, keys)
     compare(near_far, reference.near_far, given, key_mask=mask, is_causal=is_causal, **options)
 
@@ -147,9 +143,6 @@ def test_a_low_level_leaves_the_near_keys_and_a_high_one_the_far_keys(is_causal)
     torch.testing.assert_close(near_far(**given, **options), near)
     given["gamma"] = torch.full((2, 4), 1e4, dtype=torch.float64)
     linear = {"alpha": given["alpha"], "beta": given["beta"]}
-    lln = getattr(reference, "causal" if is_causal else "bidirectional")
-    everything = lln(given["q_far"], given["k_far"], given["v"], **linear)
-    torch.testing.assert_close(near_far(**given, **options, far="all"), everything)
     others = near_far(**given, **options)
     far_rows = ~reference.near_field(60, 60, **{k: v for k, v in options.items() if k != "scale"})
     far_rows &= reference.visible(60, 60, is_causal=is_causal)

@@ -115,7 +115,7 @@ class SeatLayer(CacheLayerMixin):
 
     def _has_kernel(self, core: LLNAttention, q_far: Tensor, k_far: Tensor, values: Tensor) -> bool:
         """Whether near and far keys are under one normaliser, and a kernel takes them."""
-        if core.local is None or core.local.far != "others" or core.impl not in (None, "triton"):
+        if core.local is None or not core.local.joint or core.impl not in (None, "triton"):
             return False
         if torch.compiler.is_compiling():  # it writes in place, unknown to a tracer
             return False
@@ -141,7 +141,7 @@ class SeatLayer(CacheLayerMixin):
     ) -> Float[Tensor, "B H 1 E"]:
         """The same in PyTorch's operations, and for branches that are averaged."""
         near = None if local is None else self._near(q, k, v, local)
-        if local is not None and local.far == "others":
+        if local is not None and local.joint:
             linear = self._read(q_far, self._leave(k_far, v, local))
         else:
             self._fold("", k_far, v, None)

@@ -64,7 +64,7 @@ def _of_window(window: OpenWindow, tokens: int, core: LLNAttention) -> dict[str,
     }
     if local.sinks:
         found.update(sink_k=window.sink_k, sink_v=window.sink_v)
-    if local.far == "others":
+    if local.joint:
         if local.overlap and core.features is not None:
             found["near_features"] = window.k_far.roll(first % width, 2)
         waiting = _pending(window, tokens, first, core)

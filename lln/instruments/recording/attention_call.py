@@ -65,7 +65,7 @@ class Branches:
 
     Attributes:
         q, k: What it sees, if LLN has features of its own.
-        gamma, far: Of one normaliser for both; None where each has its own.
+        gamma: Of one normaliser for both; None where each has its own.
     """
 
     v: Float[Tensor, "S Hkv M E"]
@@ -77,7 +77,6 @@ class Branches:
     q: Float[Tensor, "S H N Dq"] | None = None
     k: Float[Tensor, "S Hkv M Dq"] | None = None
     gamma: Float[Tensor, "S H"] | None = None
-    far: str | None = None
 
     @property
     def window(self) -> dict[str, Any]:
@@ -324,8 +323,6 @@ class AttentionCall:
         is_near = near_field(
             *sizes, **both.window, key_mask=mask, is_causal=self.is_causal, device=q.device
         )[0, 0][queries][:, keys]
-        if both.far == "all":
-            exact = torch.logaddexp(exact, far)
         return torch.where(is_near, exact, far)
 
     def near_share(self) -> Float[Tensor, "S H"] | None:
@@ -340,7 +337,7 @@ class AttentionCall:
         options = {"scale": both.scale, "key_mask": self.key_mask, "is_causal": self.is_causal}
         share = near_share_of(
             both.q, both.k, ones, q_far=self.q, k_far=self.k, alpha=self.alpha, beta=self.beta,
-            gamma=both.gamma, far=both.far or "others", normalize_keys=self.normalize_keys,
+            gamma=both.gamma, normalize_keys=self.normalize_keys,
             **both.window, **options,
         )  # fmt: skip
         counted = self.tokens[:, None].to(share.dtype)

@@ -175,7 +175,6 @@ class _Recorder:
                 q=readable(q, n),
                 k=readable(k, n),
                 gamma=None if gamma is None else readable(gamma, n),
-                far=local.get("far"),
             )
         if op in ("lln_diag", "near_far"):
             q, k = options.get("q_far", q), options.get("k_far", k)

@@ -140,8 +140,6 @@ def _refuses_causal_blocks(call: Call) -> str | None:
 
 
 def _refuses_far(call: Call) -> str | None:
-    if "far_all" in call.needs:
-        return "far='all': the kernels take the keys outside of the windows"
     segment = math.gcd(call.block or 0, call.overlap)
     if segment < LEAST_SEGMENT:
         return (

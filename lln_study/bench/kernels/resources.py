@@ -213,7 +213,7 @@ def _decode(case: ResourceCase, length: int) -> Launched:
 def _next_token(case: ResourceCase, length: int) -> Launched:
     """A step of serving, with windows that overlap, sinks and twice as many slots as values."""
     q, k, v = (x.detach() for x in case.tokens(1, HEADS, 1))
-    local = Local(block=128, overlap=128, sinks=4, scale=0.125, far="others")
+    local = Local(block=128, overlap=128, sinks=4, scale=0.125, joint=True)
     slots = 2 * case.D
     far = q.new_empty((1, HEADS, 1, slots))
     memory = {

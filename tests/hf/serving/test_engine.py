@@ -20,7 +20,6 @@ MECHANISMS = {
     "lln_diag windows": {"diag_block": 4, "diag_overlap": 3, "sinks": 2},
     "lln_nearfar": {"diag_block": 4, "diag_overlap": 5, "sinks": 2, "center_keys": True},
     "lln_nearfar no window": {"diag_block": 4, "diag_overlap": 0, "feature_map": "learned"},
-    "lln_nearfar all": {"diag_block": 4, "diag_overlap": 3, "sinks": 1, "far": "all"},
     "lln_nearfar before": {
         "diag_block": 4, "diag_overlap": 3, "sinks": 3, "feature_map": "learned",
         "before_rotation": True,
@@ -34,7 +33,6 @@ MIXES = {
     "a number per head": {"mix": [0.05, 0.3, 0.7, 1.0]},
     "learned": {"mix": "learned"},
     "joint": {"mix": "joint"},
-    "joint with all far keys": {"mix": "joint", "far": "all"},
 }
 WINDOWS = {"block": {}, "window": {"diag_overlap": 3, "sinks": 2}}
 

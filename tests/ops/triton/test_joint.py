@@ -241,7 +241,6 @@ def test_the_same_call_gives_the_same_bits(device):
         ({"slots": 256}, None),
         ({"slots": 200}, "200 slots"),
         ({"slots": 256, "v": torch.zeros(1, 1, 4, 128, dtype=torch.float16)}, "256 slots"),
-        ({"needs": frozenset({"far_all"})}, "far='all'"),
         ({"sinks": 65}, "sinks=65"),
         ({"k": torch.zeros(1, 1, 5, 64, dtype=torch.float16)}, "4 queries of 5 keys"),
     ],

@@ -10,7 +10,6 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lln.ops.arguments import hide
-from lln.ops.eager.causal import causal_op
 from lln.ops.eager.joint.far import far_op
 from lln.ops.eager.joint.near import near_op
 from lln.ops.eager.state import read_op, summarize_op
@@ -94,7 +93,7 @@ def near(
 
 
 def near_far(
-    q, k, v, *, q_far, k_far, alpha, beta, gamma, block, scale, overlap=0, sinks=0, far="others",
+    q, k, v, *, q_far, k_far, alpha, beta, gamma, block, scale, overlap=0, sinks=0,
     key_mask=None, is_causal=False, normalize_keys=False, slot_dropout=None,
     probability_dropout=None, near_kept=None, local=None,
 ) -> Tensor:  # fmt: skip
@@ -107,13 +106,13 @@ def near_far(
         tensors = q, k, v, always.k, always.v, always.position, key_mask, probability_dropout
         local = near_op(*tensors, block, overlap, scale, 0, is_causal)
     options = {"alpha": alpha, "beta": beta, "normalize_keys": normalize_keys}
-    window = {"block": block, "overlap": overlap, "is_causal": is_causal, "far": far}
+    window = {"block": block, "overlap": overlap, "is_causal": is_causal}
     linear = _far(q_far, k_far, v, always, key_mask, slot_dropout, **options, **window)
     return combine(local, linear, gamma, near_kept).to(q.dtype)
 
 
 def near_share_of(
-    q, k, v, *, q_far, k_far, alpha, beta, gamma, block, scale, overlap=0, sinks=0, far="others",
+    q, k, v, *, q_far, k_far, alpha, beta, gamma, block, scale, overlap=0, sinks=0,
     key_mask=None, is_causal=False, normalize_keys=False,
 ) -> Tensor:  # fmt: skip
     """The weight u_i of the near keys, ``[B, H, N]``; values matter only by their number."""
@@ -121,19 +120,16 @@ def near_share_of(
     tensors = q, k, v, always.k, always.v, always.position, key_mask, None
     _, near = near_op(*tensors, block, overlap, scale, 0, is_causal)
     options = {"alpha": alpha, "beta": beta, "normalize_keys": normalize_keys}
-    window = {"block": block, "overlap": overlap, "is_causal": is_causal, "far": far}
+    window = {"block": block, "overlap": overlap, "is_causal": is_causal}
     _, linear = _far(q_far, k_far, v, always, key_mask, None, **options, **window)
     return near_share(near, linear, gamma)
 
 
 def _far(
     q, k, v, always: Sinks, key_mask, slot_dropout, *, alpha, beta, normalize_keys, block, overlap,
-    far, is_causal,
+    is_causal,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """LLN over the far keys, with its normaliser."""
-    if far == "all":
-        masks = key_mask, slot_dropout, is_causal
-        return _over_all(q, k, v, alpha, *masks, beta=beta, normalize_keys=normalize_keys)
     left = always.without(k.shape[2], key_mask)
     none = summarize_op(k[:, :, :0], v[:, :, :0], beta, None, normalize_keys)
     return far_op(
@@ -169,43 +165,12 @@ def near_share(near: Tensor, far: Tensor, gamma: Tensor, near_kept: Tensor | Non
     return share.masked_fill(nothing_near, 0)
 
 
-def _over_all(
-    q, k, v, alpha, key_mask, slot_dropout, is_causal, *, beta, normalize_keys
-) -> tuple[Tensor, Tensor]:
-    """LLN over all visible keys, with its normaliser."""
-    if not is_causal:
-        log_mass, mean = summarize_op(k, v, beta, key_mask, normalize_keys)
-        return read_with_normaliser(q, alpha, log_mass, mean, slot_dropout)
-    early, blind = max(k.shape[2] - q.shape[2], 0), max(q.shape[2] - k.shape[2], 0)
-    mask = None if key_mask is None else key_mask[:, :early]
-    before = summarize_op(k[:, :, :early], v[:, :, :early], beta, mask, normalize_keys)
-    mask = None if key_mask is None else key_mask[:, early:]
-    kept = None if slot_dropout is None else slot_dropout[:, :, blind:]
-    square = q[:, :, blind:], k[:, :, early:], v[:, :, early:], alpha, beta, mask
-    out, normaliser = causal_op(*square, *before, kept, normalize_keys, True)
-    normaliser = normaliser.masked_fill(normaliser == torch.inf, -torch.inf)
-    return F.pad(out, (0, 0, blind, 0)), F.pad(normaliser, (blind, 0), value=-torch.inf)
-
-
 def read_with_normaliser(
     q: Tensor, alpha: Tensor, log_mass: Tensor, mean: Tensor, slot_dropout: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """What queries get from a state, in its dtype, and ℓ_i = logsumexp_l(α q_il + L_l)."""
     out = read_op(q, alpha, log_mass, mean, slot_dropout, True)
     return out, _normaliser(q, alpha, log_mass, mean.dtype)
-
-
-def continue_all(
-    q, k, v, log_mass, mean, *, alpha, beta, key_mask, normalize_keys
-) -> tuple[Tensor, Tensor]:
-    """LLN of the next tokens of a stream over the keys before and themselves, with its normaliser.
-
-    ``log_mass, mean`` are the state of the keys before.
-    """
-    out, normaliser = causal_op(
-        q, k, v, alpha, beta, key_mask, log_mass, mean, None, normalize_keys, True
-    )
-    return out, normaliser.masked_fill(normaliser == torch.inf, -torch.inf)
 
 
 def _normaliser(q: Tensor, alpha: Tensor, log_mass: Tensor, dtype: torch.dtype) -> Tensor:

@@ -58,7 +58,7 @@ def near_with_log(
 
 
 def near_far(
-    q, k, v, *, q_far, k_far, alpha, beta, gamma, block, scale, overlap=0, sinks=0, far="others",
+    q, k, v, *, q_far, k_far, alpha, beta, gamma, block, scale, overlap=0, sinks=0,
     key_mask=None, is_causal=False, normalize_keys=False,
 ) -> Tensor:  # fmt: skip
     """u · near + (1 − u) · far, u = sigmoid(ℓ_near − γ − ℓ_far).

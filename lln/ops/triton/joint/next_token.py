@@ -43,7 +43,7 @@ def next_token(
         position: Of the token, per seat.
         memory: By name, as :class:`lln.hf.serving.seat_layer.SeatLayer` keeps it; states in
             float32, everything contiguous.
-        local: Block, overlap, sinks and scale; ``far="others"``.
+        local: Block, overlap, sinks and scale.
     """
     (batch, heads, _, d), kv_heads, e = q.shape, k.shape[1], v.shape[-1]
     slots = k_far.shape[-1]
