@@ -20,9 +20,8 @@ LIBRARY: dict[str, set[str]] = {
     "device": set(),
     "protocols": set(),
     "mechanisms": set(),
-    "aliases": set(),
     "ops": {"protocols"},
-    "moments": {"aliases", "ops", "protocols"},
+    "moments": {"ops", "protocols"},
     "distributed": {"moments", "ops", "protocols"},
     "functional": {"distributed", "ops", "moments", "protocols"},
     "instruments": {"ops", "moments", "protocols", "records"},
@@ -86,7 +85,6 @@ ALWAYS_PRESENT = {"torch", "numpy", "jaxtyping"}
 TRAINING = {"transformers", "safetensors", "tokenizers"}
 THIRD_PARTY: dict[str, set[str]] = {
     **dict.fromkeys(LAYERS, ALWAYS_PRESENT),
-    "aliases": set(),
     "mechanisms": set(),  # `lln list` reads the table, and does not wait for torch
     "hf": ALWAYS_PRESENT | {"transformers", "safetensors", "peft", "sentence_transformers"},
     "onnx": ALWAYS_PRESENT | {"onnx", "onnxscript", "onnxruntime", "transformers"},
