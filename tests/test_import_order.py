@@ -20,9 +20,8 @@ LIBRARY: dict[str, set[str]] = {
     "device": set(),
     "protocols": set(),
     "mechanisms": set(),
-    "aliases": set(),
     "ops": {"protocols"},
-    "moments": {"aliases", "ops", "protocols"},
+    "moments": {"ops", "protocols"},
     "distributed": {"moments", "ops", "protocols"},
     "functional": {"distributed", "ops", "moments", "protocols"},
     "instruments": {"ops", "moments", "protocols", "records"},
@@ -86,7 +85,6 @@ ALWAYS_PRESENT = {"torch", "numpy", "jaxtyping"}
 TRAINING = {"transformers", "safetensors", "tokenizers"}
 THIRD_PARTY: dict[str, set[str]] = {
     **dict.fromkeys(LAYERS, ALWAYS_PRESENT),
-    "aliases": set(),
     "mechanisms": set(),  # `lln list` reads the table, and does not wait for torch
     "hf": ALWAYS_PRESENT | {"transformers", "safetensors", "peft", "sentence_transformers"},
     "onnx": ALWAYS_PRESENT | {"onnx", "onnxscript", "onnxruntime", "transformers"},
@@ -128,7 +126,6 @@ EXTRAS_AT_THE_TOP = {
     "study/bench/serving.py": {"rich"},
     "study/bench/terminal.py": {"rich"},
     "study/bench/zoo.py": {"rich"},
-    "study/bench/kernels/first.py": {"rich"},
     "study/bench/kernels/profile.py": {"rich"},
     "study/bench/kernels/resources.py": {"rich"},
     "study/bench/kernels/tiles.py": {"rich"},

@@ -1,4 +1,4 @@
-"""The public names: what each means, where it stands, and what it was called before."""
+"""The public names: what each means, and where it stands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import lln
-from lln.aliases import OLD_NAMES
 from lln.nn import RECOMMENDED, LLNAttention, LLNMultiheadAttention, preset_of, recommended
 from lln.nn.presets import PRESETS
 
@@ -181,44 +180,6 @@ def test_saved_models_name_the_version_of_their_preset(tmp_path):
 
 
 # names ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("old", OLD_NAMES)
-def test_old_names_work_and_say_what_they_are_called_now(old):
-    module, _, name = old.rpartition(".")
-    with pytest.warns(DeprecationWarning, match=f"{old} is called {OLD_NAMES[old]} now") as said:
-        found = getattr(importlib.import_module(module), name)
-    assert said[0].filename == __file__  # the line of the caller
-    place, _, new = OLD_NAMES[old].rpartition(".")
-    assert found is getattr(importlib.import_module(place), new)
-    assert name not in importlib.import_module(module).__all__
-
-
-def test_names_of_0_1_0_are_still_there():
-    """What programs written for 0.1.0 import, by its documentation."""
-    known = {
-        "lln": "State attention attention_varlen create describe instruments list_mechanisms "
-        "match_moments moments nn prefill read summarize which hf distributed",
-        "lln.nn": "RECOMMENDED LLNAttention LLNMultiheadAttention",
-        "lln.moments": "PAPER MomentFit calibrate fit_line match_moments score_variance "
-        "standard_deviations",
-        "lln.distributed": "attention",
-        "lln.instruments": "KERNELS MEASURES CausalMatrixWarning Concentration LogNormalFit "
-        "centred_singular_value column_bias effective_tokens entropy fit_lognormal flop_counter "
-        "lln_temperature log_variance measure monitor mutual_information read_rows renyi2_entropy "
-        "row_variance second_eigenvalue spectral_gap temperature",
-        "lln.hf": "Replacement StateLayer calibrate load register replace transfer",
-    }
-    for module, names in known.items():
-        for name in names.split():
-            there = name in importlib.import_module(module).__all__
-            assert there or f"{module}.{name}" in OLD_NAMES, f"{module}.{name}"
-
-
-def test_an_unknown_name_is_no_old_one():
-    with pytest.raises(AttributeError, match=r"'lln.moments' has no attribute 'calibrat'"):
-        lln.moments.calibrat  # noqa: B018
-    assert not hasattr(lln.moments, "__wrapped__")
 
 
 def test_one_name_is_one_function():

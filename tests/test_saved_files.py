@@ -1,103 +1,94 @@
-"""What earlier versions saved loads and gives the same numbers: tests/fixtures/VERSION."""
+"""What modules save loads into new ones, which then give the same numbers."""
 
 from __future__ import annotations
 
-import json
-import shutil
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 
-import lln.nn
-from lln_study.train import checkpoint
+from lln.nn import LLNAttention, LLNMultiheadAttention
 
-FIXTURES = Path(__file__).parent / "fixtures"
-VERSIONS = sorted(path for path in FIXTURES.iterdir() if path.name[0].isdigit())
-MODULES = [path for version in VERSIONS for path in sorted((version / "modules").iterdir())]
-MODELS = [path for version in VERSIONS for path in sorted((version / "models").iterdir())]
-CLOSE = {"rtol": 2e-5, "atol": 2e-6}  # float32 on another processor, nothing more
+HEADS, KEY_HEADS, SIZE, TOKENS = 4, 2, 4, 12
+NEAR = {"diag_block": 4, "mix": "joint"}
+CORES: dict[str, dict[str, Any]] = {
+    "sample": {"diag_block": 4, "method": "entropy", "mix": "learned", "conv": 3},
+    "running": {"statistics": "running", "learn_scale": True, "diag_block": 4},
+    "causal": {
+        "statistics": "running",
+        "causal": True,
+        "normalize_keys": True,
+        "momentum": None,
+    },
+    "measured": {"statistics": "running", "target": "measured", "sharpness": 0.7},
+    "fixed": {"statistics": "fixed", "alpha": 1.5, "beta": [1.0, 2.0], "learn_scale": True},
+    "joint": {"statistics": "running", "learn_scale": True, "sinks": 1, "diag_overlap": 2, **NEAR},
+    "joint-fixed": {"statistics": "fixed", "gamma": 0.5, "far": "all", **NEAR},
+    "signs": {"statistics": "running", "feature_map": "signs", "center_keys": True, **NEAR},
+    "rotations": {"statistics": "running", "feature_map": "rotations", "slots": 8},
+    "learned": {"statistics": "running", "feature_map": "learned", "slots": 6},
+    "hedgehog": {"statistics": "running", "feature_map": "hedgehog", **NEAR},
+}
+WHOLE: dict[str, dict[str, Any]] = {
+    "running": {
+        "statistics": "running",
+        "learn_scale": True,
+        "diag_block": 4,
+        "method": "entropy",
+        "mix": "learned",
+        "conv": 3,
+    },
+    "joint": {"statistics": "running", "feature_map": "t2r", **NEAR},
+}
 
 
-def name(path: Path) -> str:
-    return f"{path.parents[1].name}-{path.stem}"
-
-
-def metadata(path: Path) -> dict[str, str]:
-    with safe_open(path, framework="pt") as file:
-        return file.metadata()
-
-
-def with_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
-
-
-def test_files_of_every_kind_are_kept():
-    assert {path.name for path in VERSIONS} >= {"0.1.0"}
-    assert len(MODULES) >= 13 and len(MODELS) >= 3
-    size = sum(path.stat().st_size for path in FIXTURES.rglob("*") if path.is_file())
-    assert size < 300_000
-
-
-@pytest.mark.parametrize("path", MODULES, ids=name)
-def test_modules_load_and_compute_the_same(path):
-    about, tensors = metadata(path), load_file(path)
-    module = getattr(lln.nn, about["class"])(**json.loads(about["options"])).eval()
-    before = {key: x.clone() for key, x in module.state_dict().items()}
-    module.load_state_dict(with_prefix(tensors, "state/"), strict=True)
+def loud(module: nn.Module, scale: float) -> None:
+    """Draw parameters so large that each of them counts."""
     with torch.no_grad():
-        out = module(**with_prefix(tensors, "in/"))
-        out = out[0] if isinstance(out, tuple) else out
-        torch.testing.assert_close(out, tensors["out"], **CLOSE)
-        if before:  # the file decides, not what a new module happens to hold
-            module.load_state_dict(before)
-            fresh = module(**with_prefix(tensors, "in/"))
-            fresh = fresh[0] if isinstance(fresh, tuple) else fresh
-            assert not torch.allclose(fresh, tensors["out"], **CLOSE)
+        for parameter in module.parameters():
+            parameter.copy_(scale * torch.randn_like(parameter))
 
 
-@pytest.mark.parametrize("path", MODELS, ids=lambda path: f"{path.parents[1].name}-{path.name}")
-def test_hugging_face_folders_load_and_compute_the_same(path):
-    transformers = pytest.importorskip("transformers")
-    import lln.hf
+def check(module, fresh, inputs, path) -> None:
+    """The file decides, not what a new module happens to hold."""
 
-    expected = load_file(path / "expected.safetensors")
-    kind = getattr(transformers, metadata(path / "expected.safetensors")["class"])
-    model = lln.hf.load(path, kind).eval()
-    batch = {key: expected[key] for key in ("input_ids", "attention_mask")}
+    def out(of: nn.Module):
+        found = of.eval()(**inputs)
+        return found[0] if isinstance(found, tuple) else found
+
     with torch.no_grad():
-        torch.testing.assert_close(model(**batch).logits, expected["logits"], rtol=1e-4, atol=1e-4)
-        if "tokens" in expected:
-            count = expected["tokens"].shape[1] - batch["input_ids"].shape[1]
-            tokens = model.generate(batch["input_ids"], max_new_tokens=count, do_sample=False)
-            assert torch.equal(tokens, expected["tokens"])
+        wanted = out(module)
+        save_file(module.state_dict(), path)
+        assert not torch.allclose(out(fresh), wanted)
+        fresh.load_state_dict(load_file(path))
+        assert torch.equal(out(fresh), wanted)
 
 
-@pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
-def test_a_training_run_goes_on_where_it_was_killed(version, tmp_path, monkeypatch):
-    pytest.importorskip("transformers")
-    from lln_study.tasks import mlm
-    from lln_study.train.runfolder import held
-
-    expected = json.loads((version / "training" / "expected.json").read_text())
-    folder = tmp_path / "run"
-    shutil.copytree(version / "training" / "run", folder)
-    monkeypatch.setenv("LLN_CACHE", str(tmp_path / "cache"))
-    config = mlm.configure("roberta-tiny", **expected["fields"])
-    data = mlm.load(version / "training" / "text", **mlm.reads(config))
-    assert mlm.key(config, data) == (expected["digest"], expected["seed"])
-    kept = folder / "checkpoints" / "step-00000002"
-    with held(folder):
-        found = checkpoint.newest(folder / "checkpoints", json_identity(folder))
-    assert found is not None and found.folder == kept
-    row = mlm.run(config, data, folder=folder, tensorboard=False)
-    assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    curve = [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in curve if line["kind"] == "train"] == [1, 2, 3, 4]
-    assert kept.is_dir() and (folder / "last").resolve().name == "step-00000004"
+@pytest.mark.parametrize("options", CORES.values(), ids=CORES)
+def test_a_core_that_was_saved_computes_the_same(options, tmp_path):
+    shape = {"num_kv_heads": KEY_HEADS, **options}
+    core, fresh = (LLNAttention(HEADS, SIZE, **shape) for _ in range(2))
+    loud(core, 0.3)
+    q, k, v = (torch.randn(2, heads, TOKENS, SIZE) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
+    mask = torch.arange(TOKENS) < torch.tensor([[TOKENS], [9]])
+    if options.get("statistics") == "running":
+        for factor in (0.5, 2.0):
+            core.train()(factor * q, factor * k, v, mask, mask)
+    if options.get("statistics") == "fixed":
+        core.calibrate_(q, k, mask, mask)
+    inputs = {"q": q, "k": k, "v": v, "key_mask": mask, "query_mask": mask}
+    check(core, fresh, inputs, tmp_path / "core.safetensors")
 
 
-def json_identity(folder: Path) -> str:
-    return json.loads((folder / "run.json").read_text())["identity"]
+@pytest.mark.parametrize("options", WHOLE.values(), ids=WHOLE)
+def test_a_layer_that_was_saved_computes_the_same(options, tmp_path):
+    layer, fresh = (LLNMultiheadAttention(8, 2, batch_first=True, **options) for _ in range(2))
+    loud(layer, 0.5)
+    x = torch.randn(2, TOKENS, 8)
+    hidden = torch.arange(TOKENS) >= torch.tensor([[TOKENS], [9]])
+    for seen in (0.5 * x, 2.0 * x):
+        layer.train()(seen, seen, seen, key_padding_mask=hidden)
+    inputs = {"query": x, "key": x, "value": x, "key_padding_mask": hidden}
+    check(layer, fresh, inputs, tmp_path / "layer.safetensors")

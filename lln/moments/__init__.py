@@ -10,9 +10,6 @@ Start at :func:`measure_scales` (from q and k) or :func:`match_moments` (from th
     statistics.py   what is measured: standard_deviations, score_variance
 """
 
-from typing import Any
-
-from lln.aliases import renamed
 from lln.moments.calibration import measure_scales
 from lln.moments.features import match_features, softmax_entropy
 from lln.moments.levels import match_level
@@ -34,7 +31,3 @@ __all__ = [
     "softmax_entropy",
     "standard_deviations",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    return renamed(__name__, name)

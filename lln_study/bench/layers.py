@@ -1,10 +1,13 @@
-"""What ``lln bench zoo`` measures: a whole layer of the zoo, projections included, and a shape."""
+"""What ``lln bench zoo`` measures: a whole layer of the zoo, projections included, and a shape.
+
+``op`` of a case is the mechanism; ``impl`` is for softmax and LLN, the others have "eager" only.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 
 from lln import zoo
 from lln.functional import which
-from lln_study.bench.cases import FORWARD, TRAINING, powers
+from lln_study.bench.cases import FORWARD, TRAINING, Case, powers
 from lln_study.bench.check import CheckFailed
 
 SEED = 0
@@ -24,51 +27,17 @@ SOFTMAX = ("sdpa", "matrix")
 OURS = ("lln", "lln_diag")
 
 
-@dataclass(frozen=True)
-class LayerCase:
-    """What one row measures. ``impl`` is for softmax and LLN; the others have "eager" only."""
-
-    mechanism: str
-    impl: str
-    N: int
-    passes: str = FORWARD
-    B: int = 1
-    H: int = 12
-    D: int = 64
-    dtype: str = "float32"
-    device: str = "cpu"
-
-    @property
-    def name(self) -> str:
-        return f"{self.mechanism} {self.impl} {self.passes} N={self.N}"
-
-    def row(self) -> dict[str, Any]:
-        return {
-            "mechanism": self.mechanism,
-            "op": self.mechanism,  # the curve, for the fit of growth
-            "impl": self.impl,
-            "pass": self.passes,
-            "B": self.B,
-            "H": self.H,
-            "N": self.N,
-            "D": self.D,
-            "dtype": self.dtype,
-        }
-
-
-def build(case: LayerCase) -> nn.Module:
+def build(case: Case) -> nn.Module:
     """The layer with its defaults, in evaluation mode: nothing is redrawn between two calls."""
     torch.manual_seed(SEED)
     chosen: dict[str, Any] = {}
-    if case.mechanism in ("softmax", *OURS):
+    if case.op in ("softmax", *OURS):
         chosen["impl"] = case.impl
-    layer = zoo.create(
-        case.mechanism, dim=case.H * case.D, num_heads=case.H, max_length=case.N, **chosen
-    )
+    layer = zoo.create(case.op, dim=case.H * case.D, num_heads=case.H, max_length=case.N, **chosen)
     return layer.to(case.device, getattr(torch, case.dtype)).eval()
 
 
-def call(case: LayerCase) -> Callable[[], object]:
+def call(case: Case) -> Callable[[], object]:
     """The closure to be timed: a forward pass, or gradients for the input and every parameter."""
     layer = build(case)
     x = torch.randn(case.B, case.N, case.H * case.D)
@@ -89,7 +58,7 @@ def call(case: LayerCase) -> Callable[[], object]:
     return forward_and_backward
 
 
-def check(cases: Iterable[LayerCase]) -> int:
+def check(cases: Iterable[Case]) -> int:
     """Compare each layer on its device, padding included, with itself in float64 on the CPU.
 
     The formulas themselves are compared by the tests; this sees a device that computes something
@@ -106,7 +75,7 @@ def check(cases: Iterable[LayerCase]) -> int:
         layer = build(case)
         x = torch.randn(2, CHECK_LENGTH, 2 * case.D).to(getattr(torch, case.dtype))
         mask = torch.arange(CHECK_LENGTH) < torch.tensor([[CHECK_LENGTH], [150]])
-        exact_impl = {"impl": "eager"} if case.mechanism in OURS else {}
+        exact_impl = {"impl": "eager"} if case.op in OURS else {}
         exact_layer = build(replace(case, device="cpu", **exact_impl))
         exact_layer.load_state_dict(copy.deepcopy(layer.state_dict()))
         with torch.no_grad():
@@ -114,7 +83,7 @@ def check(cases: Iterable[LayerCase]) -> int:
             exact = exact_layer.double()(x.double(), mask)[mask]
         error = float((got.double() - exact).norm() / exact.norm())
         usual = ALLOWED if case.dtype == "float32" else ALLOWED_IN_HALF
-        allowed = ALLOWED_BY_NAME.get(case.mechanism, usual)
+        allowed = ALLOWED_BY_NAME.get(case.op, usual)
         if not error <= allowed:  # a NaN must fail too
             raise CheckFailed(
                 f"{case.name}: relative error {error:.1e} exceeds {allowed:.0e}; "
@@ -123,13 +92,13 @@ def check(cases: Iterable[LayerCase]) -> int:
     return len(small)
 
 
-def _checked_dtype(case: LayerCase) -> str:
-    return case.dtype if case.mechanism in OURS else "float32"
+def _checked_dtype(case: Case) -> str:
+    return case.dtype if case.op in OURS else "float32"
 
 
 def layer_cases(
     *, device: str = "cpu", quick: bool = False, names: Iterable[str] | None = None
-) -> list[LayerCase]:
+) -> list[Case]:
     """Every mechanism at lengths it can bear; 12 heads of 64 in bfloat16 on a GPU, 2 on a CPU."""
     wanted = list(names or zoo.list_mechanisms())
     on_gpu = device.startswith("cuda")
@@ -142,7 +111,7 @@ def layer_cases(
         growth = zoo.describe(name).growth
         for impl in _implementations(name, device, shape):
             end = last_quadratic if growth == 2 or impl == "matrix" else last
-            base = LayerCase(name, impl, first, device=device, **shape)
+            base = Case(name, impl, first, device=device, **shape)
             cases += [
                 replace(base, N=N, passes=passes)
                 for passes in (FORWARD, TRAINING)

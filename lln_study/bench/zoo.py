@@ -27,9 +27,9 @@ from lln.records.rows import Row
 from lln.report.lines import Series
 from lln.report.many_lines import many_lines_plot
 from lln_study.bench import sweep
-from lln_study.bench.cases import FORWARD, TRAINING
+from lln_study.bench.cases import FORWARD, TRAINING, Case
 from lln_study.bench.check import CheckFailed
-from lln_study.bench.layers import OURS, SEED, LayerCase, call, check, layer_cases
+from lln_study.bench.layers import OURS, SEED, call, check, layer_cases
 
 SUBJECT = "zoo"
 GPU_MILLISECONDS = 60  # of repeated calls per case
@@ -89,11 +89,11 @@ def run(
     return written
 
 
-def checked(cases: Sequence[LayerCase]) -> tuple[list[LayerCase], list[str]]:
+def checked(cases: Sequence[Case]) -> tuple[list[Case], list[str]]:
     """The cases of the mechanisms that compute what they should, and what is wrong with others."""
     right, failures = [], []
-    for name in dict.fromkeys(case.mechanism for case in cases):
-        mine = [case for case in cases if case.mechanism == name]
+    for name in dict.fromkeys(case.op for case in cases):
+        mine = [case for case in cases if case.op == name]
         try:
             check(mine)
             right += mine
@@ -103,7 +103,7 @@ def checked(cases: Sequence[LayerCase]) -> tuple[list[LayerCase], list[str]]:
 
 
 def measure(
-    cases: Sequence[LayerCase],
+    cases: Sequence[Case],
     *,
     min_seconds: float = 0.3,
     watch: Callable[[str], None] | None = None,
@@ -134,14 +134,14 @@ def measure(
         numbers = {key: _rounded(value) for key, value in numbers.items()}
         configuration = f"defaults of the method, max_length=N, {settings}"
         origin = {"seeds": [SEED], **facts, "configuration": configuration, "error": error}
-        yield {**case.row(), **numbers, **origin}
+        yield {"mechanism": case.op, **case.row(), **numbers, **origin}
 
 
 def _rounded(value: float | str | None) -> float | str | None:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def _measure_gpu(case: LayerCase) -> Row:
+def _measure_gpu(case: Case) -> Row:
     from lln_study.bench.apart.clock import peak_megabytes, time_gpu
     from lln_study.bench.shapes import EAGER, GRAPH
 
@@ -207,7 +207,7 @@ def plot(rows: Sequence[Row], *, passes: str = TRAINING) -> str:
 
 
 def _peak(fields: dict[str, Any]) -> float:
-    case = LayerCase(**fields)
+    case = Case(**fields)
     call(dataclasses.replace(case, N=128))()  # loads code and starts threads
     return resident_peak(call(case))
 

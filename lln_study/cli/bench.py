@@ -149,28 +149,6 @@ def bench_profile(
         raise typer.BadParameter(str(error)) from None
 
 
-@bench_app.command("first")
-def bench_first(
-    op: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
-    width: Annotated[list[int] | None, typer.Option(help="64 or 128; repeatable.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder that keeps the rows.")] = None,
-) -> None:
-    """Time the first call of every op, with nothing compiled before.
-
-    On a CUDA device it is called; without one its kernels are compiled for an H200, which is most
-    of it.
-    """
-    from lln_study.bench.kernels.first import run
-    from lln_study.bench.kernels.offline import CannotCompile
-
-    try:
-        run(out, ops=op, widths=width)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    except CannotCompile as error:
-        raise SystemExit(f"lln bench first: {error}") from None
-
-
 @bench_app.command("monitor")
 def bench_monitor(
     out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),

@@ -137,7 +137,6 @@ def encode(
         cache: Folder; :func:`cache_folder` by default.
     """
     digest = _digest(corpus, vocabulary, tokenizer)
-    corpus.check()  # before the cache: version 0.1.0 kept Tiny Shakespeare there for empty files
     folder = (cache or cache_folder()) / digest
     found = _load(folder, corpus, digest)
     if found is None:
@@ -185,6 +184,7 @@ def _check(split: str, tokens: Tokens, vocabulary: int) -> None:
 
 def _make(folder: Path, corpus: Corpus, vocabulary: int, given: Any) -> None:
     """Fill a folder beside its place and move it there, so that it is whole or absent."""
+    corpus.check()
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         articles = {split: corpus.articles(split) for split in corpus.splits}

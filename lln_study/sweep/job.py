@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,17 +15,11 @@ import torch
 
 from lln.records.rows import Row, append_row, has_row, read_rows
 from lln_study.tasks import experiment
-from lln_study.tasks.experiment import Key
+from lln_study.tasks.experiment import Asked, Key
 from lln_study.tasks.pretrained import Pretrained
 from lln_study.train.runlog import CURVE, MONITOR, thinned_curve
 
 Spec = dict[str, Any]
-# Starting a process takes longer than some runs: of these fields a job may have lists, a row each.
-LISTS = {
-    "glue": {"task": "task", "seed": "seed"},
-    "step": {"lengths": "length"},
-    "lra_step": {"attentions": "attention"},
-}
 
 
 @dataclass(frozen=True)
@@ -67,14 +60,13 @@ class Place:
 def runs(kind: str, spec: Spec) -> tuple[str, list[Any]]:
     """Give the kind of experiment that a job asks for, and its configurations, a row each."""
     fields = {name: value for name, value in spec.items() if name not in ("from", "throughput")}
-    if kind == "lra" and spec.get("throughput"):
-        kind = "lra_step"
-    elif "attentions" in spec:
-        raise ValueError('"attentions" is for "throughput": true; put them into "grid"')
     found = experiment.find(kind)
+    if spec.get("throughput") and found.IN_SWEEPS.throughput:
+        kind = found.IN_SWEEPS.throughput
+        found = experiment.find(kind)
     several = {
         name: value if isinstance(value := fields.pop(plural), list) else [value]
-        for plural, name in LISTS.get(kind, {}).items()
+        for plural, name in found.IN_SWEEPS.lists.items()
         if fields.get(plural)
     }
     points = itertools.product(*several.values())
@@ -112,29 +104,16 @@ def data_of(
         pretrained: What a fine-tuning will start from, where that is not there yet.
         generate: Whether data that are not there may be generated, which takes minutes.
     """
-    reads, folder = experiment.find(kind).reads(config), place.data
-    if kind == "glue":
-        reads["body"] = pretrained or place.source or spec.get("from")
-        if reads["body"] is None:
-            raise ValueError(
-                'a run "glue" needs "from", the folder of a pre-trained model, unless it stands '
-                'in the "then" of a run "mlm"'
-            )
-    if kind.startswith("lra") and not generate:
-        reads |= {"workers": 1, "progress": _refuse_to_generate}
-    if kind == "vit":  # the digits are no files
-        source = folder or os.environ.get("LLN_DATA")
-        folder = Path(source) if source and config.recipe != "digits" else None
-    return _load(kind, folder, tuple(reads.items()))
-
-
-def _refuse_to_generate(done: int, total: int) -> None:
-    raise ValueError("its data have not been generated yet")
+    found = experiment.find(kind)
+    body = pretrained or place.source or spec.get("from")
+    asked = Asked(place.data, body, generate)
+    reads = {"source": place.data, **found.reads(config), **found.IN_SWEEPS.reads(config, asked)}
+    return _load(kind, tuple(reads.items()))
 
 
 @lru_cache(maxsize=8)
-def _load(kind: str, folder: Path | None, reads: Sequence[tuple[str, Any]]) -> Any:
-    return experiment.find(kind).load(folder, **dict(reads))
+def _load(kind: str, reads: Sequence[tuple[str, Any]]) -> Any:
+    return experiment.find(kind).load(**dict(reads))
 
 
 def run(kind: str, spec: Spec, place: Place) -> None:
@@ -155,12 +134,12 @@ def made(
             data = data_of(experiment_kind, config, spec, place)
             digest, seed = found.key(config, data)
             # A pre-training that has its row runs again for what follows it.
-            if kind != "mlm" and is_done(digest, seed):
+            if not found.IN_SWEEPS.is_followed and is_done(digest, seed):
                 continue
             folder = place.folder / f"{digest}-seed{seed}" if len(configs) > 1 else place.folder
             row = found.run(config, data, folder=folder, tensorboard=False)
             yield kind, row
-            if kind == "mlm":
+            if found.IN_SWEEPS.is_followed:
                 yield from _curves(row, place.folder)
             gc.collect()
             if torch.cuda.is_available():

@@ -30,17 +30,14 @@ from lln.records.rows import has_row, key_of, read_rows
 from lln_study.sweep import job as jobs
 from lln_study.sweep.job import Place, Spec
 from lln_study.sweep_files import FOLDER
+from lln_study.tasks import experiment
 from lln_study.tasks.experiment import Key
 from lln_study.tasks.mlm import MLM
 from lln_study.tasks.pretrained import Pretrained
 
 OF_THE_SWEEP = ("run", "slots", "timed", "then")  # the rest are fields of the run
 SETS = ("base", "grid", "runs", "then", "repeat")
-# Without these a kind of runs cannot say what it would do.
-NEEDED = {"mlm": ("recipe",), "step": ("recipe", "lengths"), "lra": ("task",), "glue": ("task",)}
 FINISHED = ("done", "skipped")
-# What a row says of validation, and whether more of it is good.
-CHOSEN_BY = {"vit": ("valid_accuracy", 1), "lra": ("valid_accuracy", 1), "mlm": ("loss", -1)}
 
 
 def read(path: Path) -> Any:
@@ -176,7 +173,9 @@ class Repeated(Job):
 
 def best_on_validation(rivals: Sequence[Job]) -> int:
     """Which of some runs, all with their rows; the first of equals, one without a value last."""
-    name, sign = CHOSEN_BY[rivals[0].kind]
+    chosen_by = experiment.find(rivals[0].kind).IN_SWEEPS.chosen_by
+    assert chosen_by is not None, "others have no repetitions, see _repeated"
+    name, sign = chosen_by
     rows = read_rows(rivals[0].place.results(rivals[0].kind))
     values = {key_of(row): row.get(name) for row in rows}
     found = [values[rival.keys[0]] for rival in rivals]
@@ -232,10 +231,12 @@ def _repeated(first: Sequence[Job], repeat: Any, places: Places) -> list[Job]:
         )
     groups: dict[str, list[Job]] = {}
     for job in first:
-        if job.kind not in CHOSEN_BY or job.after or job.spec.get("throughput"):
+        chosen_by = experiment.find(job.kind).IN_SWEEPS.chosen_by
+        if chosen_by is None or job.after or job.spec.get("throughput"):
+            known = [k for k in experiment.KINDS if experiment.find(k).IN_SWEEPS.chosen_by]
             raise ValueError(
                 f'"repeat" cannot choose among runs of {job.kind!r} that are timed or that others '
-                f"follow; it is for runs of {', '.join(CHOSEN_BY)} alone"
+                f"follow; it is for runs of {', '.join(known)} alone"
             )
         alike = {name: value for name, value in job.spec.items() if name != repeat["best_of"]}
         groups.setdefault(json.dumps(alike, sort_keys=True), []).append(job)
@@ -256,7 +257,7 @@ def _job(spec: Spec, places: Places, before: Job | None = None) -> Job:
     if before is not None and (before.kind, kind) != ("mlm", "glue"):
         raise ValueError(f'"then" of a run {before.kind!r} holds {kind!r}; only glue follows mlm')
     own = {name: value for name, value in spec.items() if name not in OF_THE_SWEEP}
-    for name in NEEDED.get(kind, ()):
+    for name in experiment.find(kind).IN_SWEEPS.needs:
         if name not in own:
             raise ValueError(f"a run of the sweep does not say its {name}: {spec}; add it")
     identity = json.dumps([kind, own, before and before.place.folder.name], sort_keys=True)

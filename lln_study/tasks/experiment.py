@@ -6,6 +6,8 @@ Every kind is a module with the same functions:
     data = kind.load(folder, **kind.reads(config))  what it reads
     kind.key(config, data)                          names its row before it has run: digest and seed
     row = kind.run(config, data, folder=..., results=...)
+
+and says in ``IN_SWEEPS`` what a sweep must know of it. Its name stands in :data:`KINDS`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,11 +31,59 @@ from lln_study.train.loop import train
 from lln_study.train.task import Summary, Task
 
 Key = tuple[str, int]
-KINDS = ("mlm", "glue", "vit", "lra", "step", "lra_step")
+#: Name -> module, imported when it is asked for.
+KINDS = {
+    name: f"lln_study.tasks.{name}" for name in ("mlm", "glue", "vit", "lra", "step", "lra_step")
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a sweep says of the data of a run.
+
+    Attributes:
+        folder: Of the data; None looks at ``LLN_DATA``.
+        body: The pre-trained model that a fine-tuning starts from, or its folder.
+        generate: Whether data that are not there may be generated, which takes minutes.
+    """
+
+    folder: Path | None
+    body: Any
+    generate: bool
+
+
+def _nothing_else(config: Any, asked: Asked) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class InSweeps:
+    """What a sweep must know of a kind of runs.
+
+    Attributes:
+        needs: Fields without which it cannot say what it would do.
+        chosen_by: What a row says of validation, and 1 if more of it is good, else -1; None if no
+            run is chosen among others.
+        lists: Starting a process takes longer than some runs: fields of which a job may have lists,
+            a row each, and what each is called in ``configure``.
+        reads: More arguments of ``load`` than its ``reads`` knows, or others.
+        throughput: The kind that only times the updates of this one.
+        is_followed: Whether others start from its checkpoint: it runs again for them, and its
+            curves are kept.
+    """
+
+    needs: tuple[str, ...] = ()
+    chosen_by: tuple[str, int] | None = None
+    lists: Mapping[str, str] = field(default_factory=dict)
+    reads: Callable[[Any, Asked], dict[str, Any]] = _nothing_else
+    throughput: str | None = None
+    is_followed: bool = False
 
 
 class Kind(Protocol):
-    """A module of this package that runs something."""
+    """A module that runs something."""
+
+    IN_SWEEPS: InSweeps
 
     def configure(self, *words: str, **fields: Any) -> Any: ...
     def reads(self, config: Any) -> dict[str, Any]: ...
@@ -45,7 +96,7 @@ def find(kind: str) -> Kind:
     """Import the module of a kind."""
     if kind not in KINDS:
         raise ValueError(f"run={kind!r} is unknown; choose from {', '.join(KINDS)}")
-    return importlib.import_module(f"lln_study.tasks.{kind}")  # type: ignore[return-value]
+    return importlib.import_module(KINDS[kind])  # type: ignore[return-value]
 
 
 class RowTask(Task):

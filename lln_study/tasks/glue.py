@@ -25,7 +25,7 @@ from lln.report.progress import Progress
 from lln.texts import glue as data
 from lln_study.data.pairs import Encoded, batches, bucket, encode, in_order
 from lln_study.tasks import experiment, metrics
-from lln_study.tasks.experiment import Key
+from lln_study.tasks.experiment import Asked, InSweeps, Key
 from lln_study.tasks.pretrained import Pretrained
 from lln_study.train import runfolder
 from lln_study.train.config import TrainConfig, check_number, check_whole
@@ -196,6 +196,20 @@ class Examples:
 def reads(config: GlueConfig) -> dict[str, Any]:
     """Name the data of a configuration, as arguments of :func:`load` beside ``body``."""
     return {"task": config.task, "max_length": config.max_length}
+
+
+def _reads_in_sweeps(config: GlueConfig, asked: Asked) -> dict[str, Any]:
+    if asked.body is None:
+        raise ValueError(
+            'a run "glue" needs "from", the folder of a pre-trained model, unless it stands in the '
+            '"then" of a run "mlm"'
+        )
+    return {"body": asked.body}
+
+
+IN_SWEEPS = InSweeps(
+    needs=("task",), lists={"task": "task", "seed": "seed"}, reads=_reads_in_sweeps
+)
 
 
 def load(

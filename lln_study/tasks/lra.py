@@ -20,7 +20,7 @@ from lln.records.seeds import seeded
 from lln_study.data.arena import datasets as data
 from lln_study.tasks import experiment
 from lln_study.tasks.classify import Classification
-from lln_study.tasks.experiment import Key
+from lln_study.tasks.experiment import Asked, InSweeps, Key
 from lln_study.tasks.models.lra import Classifier, LRASizes
 from lln_study.tasks.recipe import changed
 from lln_study.train.config import TrainConfig, check_whole
@@ -89,6 +89,8 @@ def configure(task: str, **changes: Any) -> LRAConfig:
     """
     if task not in PUBLISHED:
         raise ValueError(f"task={task!r} is unknown; choose from {', '.join(PUBLISHED)}")
+    if "attentions" in changes:
+        raise ValueError('"attentions" is for "throughput": true; put them into "grid"')
     rows, rate, warmup = PUBLISHED[task]
     start = LRAConfig(
         task,
@@ -197,6 +199,23 @@ class LRA(Classification):
 def reads(config: LRAConfig) -> dict[str, Any]:
     """Name the data of a configuration, as arguments of :func:`load`."""
     return {"task": config.task, "train_size": config.train_size}
+
+
+def reads_in_sweeps(config: LRAConfig, asked: Asked) -> dict[str, Any]:
+    """Let nothing be generated where only rows are looked for."""
+    return {} if asked.generate else {"workers": 1, "progress": _refuse_to_generate}
+
+
+def _refuse_to_generate(done: int, total: int) -> None:
+    raise ValueError("its data have not been generated yet")
+
+
+IN_SWEEPS = InSweeps(
+    needs=("task",),
+    chosen_by=("valid_accuracy", 1),
+    reads=reads_in_sweeps,
+    throughput="lra_step",
+)
 
 
 def load(source: str | os.PathLike[str] | None = None, *, task: str, **how: Any) -> data.LRAData:

@@ -8,10 +8,12 @@ from typing import Any
 from lln.records.rows import Row
 from lln_study.data.arena.datasets import LRAData
 from lln_study.tasks import experiment, lra
-from lln_study.tasks.experiment import Key
-from lln_study.tasks.lra import LRA, LRAConfig
+from lln_study.tasks.experiment import InSweeps, Key
+from lln_study.tasks.lra import LRA, LRAConfig, reads_in_sweeps
 from lln_study.tasks.lra import load as load
 from lln_study.tasks.lra import reads as reads
+
+IN_SWEEPS = InSweeps(lists={"attentions": "attention"}, reads=reads_in_sweeps)
 
 
 def configure(task: str, **fields: Any) -> LRAConfig:

@@ -18,11 +18,13 @@ from lln.texts import text
 from lln_study.data import tokens
 from lln_study.data.mlm import Masking, Rows, batch, in_order
 from lln_study.tasks import experiment
-from lln_study.tasks.experiment import Key
+from lln_study.tasks.experiment import InSweeps, Key
 from lln_study.tasks.mlm_recipes import MLMConfig
 from lln_study.tasks.mlm_recipes import configure as configure
 from lln_study.tasks.models.roberta import build_model, fast_tokenizer
 from lln_study.train.task import Summary
+
+IN_SWEEPS = InSweeps(needs=("recipe",), chosen_by=("loss", -1), is_followed=True)
 
 
 class MLM(experiment.RowTask):

@@ -11,10 +11,12 @@ from torch import nn
 from lln.records.rows import Row
 from lln_study.data import tokens
 from lln_study.tasks import experiment, mlm_recipes
-from lln_study.tasks.experiment import Key
+from lln_study.tasks.experiment import InSweeps, Key
 from lln_study.tasks.mlm import MLM
 from lln_study.tasks.mlm_recipes import MLMConfig
 from lln_study.train.engine import AUTOCAST
+
+IN_SWEEPS = InSweeps(needs=("recipe", "lengths"), lists={"lengths": "length"})
 
 
 def configure(recipe: str, **fields: Any) -> MLMConfig:

@@ -19,7 +19,7 @@ from lln_study.data import images
 from lln_study.data.augment import Augmentation, augment, plain
 from lln_study.tasks import experiment
 from lln_study.tasks.classify import Classification
-from lln_study.tasks.experiment import Key
+from lln_study.tasks.experiment import Asked, InSweeps, Key
 from lln_study.tasks.models import softmax
 from lln_study.tasks.recipe import changed
 from lln_study.train.config import TrainConfig, check_whole
@@ -253,6 +253,15 @@ def build_model(config: ViTRun, pictures: images.Images) -> Any:
 def reads(config: ViTRun) -> dict[str, Any]:
     """Name the data of a configuration, as arguments of :func:`load`."""
     return {"side": config.side}
+
+
+def _reads_in_sweeps(config: ViTRun, asked: Asked) -> dict[str, Any]:
+    """The digits are no files; other images lie in the folder of the data."""
+    source = asked.folder or os.environ.get("LLN_DATA")
+    return {"source": Path(source) if source and config.recipe != "digits" else None}
+
+
+IN_SWEEPS = InSweeps(chosen_by=("valid_accuracy", 1), reads=_reads_in_sweeps)
 
 
 def load(source: str | os.PathLike[str] | None = None, **how: Any) -> images.Images:

@@ -311,8 +311,9 @@ class _Run:
         self.best = None if state["best"] is None else tuple(state["best"])
         self.since_best, self.loss = state["since_best"], state["loss"]
         self.stopped = state["stopped"]
-        self.diverged, self.stuck = state.get("diverged", False), state.get("stuck", 0)
-        self.skipped = state.get("skipped", 0)  # not counted by version 0.1.0
+        self.diverged, self.stuck, self.skipped = (
+            state[name] for name in ("diverged", "stuck", "skipped")
+        )
         self.seconds, self.counted = state["seconds"], state["counted"]
         self.first_seconds = state["first_seconds"]
 

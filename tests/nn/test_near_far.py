@@ -109,8 +109,7 @@ def test_the_identity_map_is_no_map_bit_for_bit(mix):
     assert set(plain.state_dict()) == set(spelled.state_dict())
 
 
-def test_old_state_dicts_load():
-    """Nothing that existed before has a new entry."""
+def test_a_state_dict_without_far_keys_has_no_entry_for_them():
     names = set(LLNAttention(4, 8, diag_block=16, statistics="running", mix="learned").state_dict())
     assert names == {"mix_logit", "statistics.variances", "statistics.batches"}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,10 @@ from lln.hf.conversion.adapters import adapters
 from lln.hf.conversion.stage import (
     Row,
     Stage,
-    average_gradients,
     check_gradients,
     drawn_by,
     in_float32,
-    rate_at,
+    learn,
     widen,
     without_labels,
 )
@@ -116,9 +115,32 @@ def recover(
             "teacher shares its weights with the model, so it would change with it; take "
             "copy.deepcopy(model) before lln.hf.replace"
         )
-    count = -(-len(batches) // accumulation) if hasattr(batches, "__len__") else None  # type: ignore[arg-type]
-    warmup = warmup if count is None else min(warmup, count // 10)
     device = next(model.parameters()).device
+    ahead = getattr(model, "loss_type", None) in (None, "ForCausalLM")
+
+    def add_gradients(step: int, pieces: Sequence[Mapping[str, Any]]) -> Tensor:
+        total = torch.zeros((), device=device)
+        with drawn_by(seed, step, device):
+            for batch in pieces:
+                inputs = without_labels(batch)
+                with torch.autocast(device.type, precision, enabled=precision is not None):
+                    with torch.no_grad():
+                        wanted = teacher(**inputs)
+                    given = model(**{name: widen(x) for name, x in inputs.items()})
+                    loss = disagreement(given, wanted, batch, objective, ahead=ahead)
+                    loss = loss / len(pieces)
+                loss.backward()
+                total = total + loss.detach()
+        return total
+
+    def rows_of(step: int, total: Tensor) -> list[Row]:
+        loss = float(total)
+        if math.isnan(loss):
+            raise ValueError(
+                f"the loss is NaN at update {step + 1}; lower learning_rate={learning_rate}"
+            )
+        return [{"step": step, "loss": loss}]
+
     with _trainable(model, cores, lora, embeddings, near_dropout, seed) as named:
         new = {name for name in named if ".lln." in name}
         groups = [
@@ -126,44 +148,11 @@ def recover(
             for own, factor in ((False, 1.0), (True, core_rate))
         ]
         optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0)
-        kept = {**named, **buffers_of(cores)}
-        done, found = stage.load(kept, optimizer) if stage is not None else (0, [])
-        stream = itertools.islice(batches, done * accumulation, None)
-        ahead = getattr(model, "loss_type", None) in (None, "ForCausalLM")
-        step = done
-        while pieces := list(itertools.islice(stream, accumulation)):
-            optimizer.zero_grad(set_to_none=True)
-            total = 0.0
-            with drawn_by(seed, step, device):
-                for batch in pieces:
-                    inputs = without_labels(batch)
-                    with torch.autocast(device.type, precision, enabled=precision is not None):
-                        with torch.no_grad():
-                            wanted = teacher(**inputs)
-                        given = model(**{name: widen(x) for name, x in inputs.items()})
-                        loss = disagreement(given, wanted, batch, objective, ahead=ahead)
-                        loss = loss / len(pieces)
-                    loss.backward()
-                    total = total + loss.detach()
-            average_gradients(list(named.values()))
-            if clip:
-                nn.utils.clip_grad_norm_(named.values(), clip)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate * group["factor"] * rate_at(step, count, warmup)
-            optimizer.step()
-            found.append({"step": step, "loss": float(total)})
-            step += 1
-            if found[-1]["loss"] != found[-1]["loss"]:
-                raise ValueError(
-                    f"the loss is NaN at update {step}; lower learning_rate={learning_rate}"
-                )
-            if progress is not None:
-                progress(step, found[-1]["loss"])
-            if stage is not None:
-                stage.save(step, kept, optimizer, found, last=step == count)
-        if step == 0:
-            raise ValueError("batches is empty; pass at least one dictionary of model inputs")
-    return found
+        return learn(
+            batches, add_gradients, rows_of, measure="loss", optimizer=optimizer, parameters=named,
+            buffers=buffers_of(cores), learning_rate=learning_rate, warmup=warmup,
+            accumulation=accumulation, clip=clip, stage=stage, progress=progress,
+        )  # fmt: skip
 
 
 def asked_tokens(batch: Mapping[str, Any], *, ahead: bool) -> Tensor | None:

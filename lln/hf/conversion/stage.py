@@ -1,12 +1,13 @@
-"""What the stages of a conversion share: rates, processes, and going on after a kill."""
+"""What the stages of a conversion share: updates, processes, and going on after a kill."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +227,61 @@ class Stage:
         part = self.path.with_name(self.path.name + ".part")
         save_file(tensors, part, metadata={"progress": json.dumps(said)})
         part.replace(self.path)
+
+
+def learn(
+    batches: Iterable[Mapping[str, Any]],
+    add_gradients: Callable[[int, Sequence[Mapping[str, Any]]], Any],
+    rows_of: Callable[[int, Any], list[Row]],
+    *,
+    measure: str,
+    parameters: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer | None,
+    learning_rate: float,
+    warmup: int,
+    accumulation: int = 1,
+    clip: float = 0.0,
+    stage: Stage | None = None,
+    progress: Callable[[int, float], None] | None = None,
+) -> list[Row]:
+    """Update parameters batch by batch, from where ``stage`` stopped; the rows of all updates.
+
+    Args:
+        add_gradients: Called with the number of the update and its batches.
+        rows_of: Called after the update, with its number and what ``add_gradients`` returned: to
+            look at a tensor any earlier would let a GPU wait.
+        measure: The number of a row that ``progress`` is told, the mean over the rows of an update.
+        parameters: What learns, by name.
+        buffers: What is kept beside it.
+        optimizer: Its groups have the ``factor`` of their rate; None only measures.
+        warmup: Updates with a rising rate, at most a tenth of a known number of them.
+    """
+    count = -(-len(batches) // accumulation) if hasattr(batches, "__len__") else None  # type: ignore[arg-type]
+    warmup = warmup if count is None else min(warmup, count // 10)
+    kept = {**parameters, **buffers}
+    step, found = 0, []
+    if stage is not None and optimizer is not None:
+        step, found = stage.load(kept, optimizer)
+    stream = itertools.islice(batches, step * accumulation, None)
+    while pieces := list(itertools.islice(stream, accumulation)):
+        if optimizer is not None:
+            optimizer.zero_grad()
+        result = add_gradients(step, pieces)
+        if optimizer is not None:
+            average_gradients(list(parameters.values()))
+            if clip:
+                nn.utils.clip_grad_norm_(parameters.values(), clip)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate * group["factor"] * rate_at(step, count, warmup)
+            optimizer.step()
+        rows = rows_of(step, result)
+        found += rows
+        step += 1
+        if progress is not None:
+            progress(step, sum(row[measure] for row in rows) / len(rows))
+        if stage is not None and optimizer is not None:
+            stage.save(step, kept, optimizer, found, last=step == count)
+    if step == 0:
+        raise ValueError("batches is empty; pass at least one dictionary of model inputs")
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,9 @@ from lln.hf.conversion.lessons import Lesson
 from lln.hf.conversion.stage import (
     Row,
     Stage,
-    average_gradients,
     check_gradients,
     in_float32,
-    rate_at,
+    learn,
     without_labels,
 )
 from lln.hf.replace import attention_modules
@@ -84,47 +83,37 @@ def transfer(
         for name, parameter in core.named_parameters()
         if parameter.requires_grad
     }
-    learn = learning_rate > 0
-    if learn:
+    learns = learning_rate > 0
+    if learns:
         check_gradients("transfer")
-    if learn and not named:
+    if learns and not named:
         raise ValueError(
             'the replaced layers have nothing to learn; give replace() feature_map="learned", '
             'learn_scale=True, mix="learned" or conv=, or pass learning_rate=0 to only measure '
             "their error"
         )
     parameters = list(named.values())
-    optimizer = torch.optim.Adam(parameters or [torch.zeros(())], lr=0.0, betas=(0.9, 0.98))
-    count = len(batches) if hasattr(batches, "__len__") else None  # type: ignore[arg-type]
-    warmup = warmup if count is None else min(warmup, count // 10)
+    groups = [{"params": parameters, "factor": 1.0}]
+    optimizer = torch.optim.Adam(groups, lr=0.0, betas=(0.9, 0.98)) if learns else None
     device = next(iter(model.parameters())).device.type
     generator = torch.Generator()
-    options = {"rows": rows, "weights": weights} if learn else {}
-    lessons = {path: Lesson(**options, learn=learn, generator=generator) for path in cores}
-    kept = {**named, **buffers_of(cores)}
-    with _taught(model, cores, lessons, parameters), in_float32(cores.values() if learn else ()):
-        done, found = stage.load(kept, optimizer) if stage is not None and learn else (0, [])
-        step = done
-        for step, batch in enumerate(itertools.islice(batches, done, None), start=done + 1):
-            optimizer.zero_grad()
-            generator.manual_seed(seed * 1_000_003 + step)
-            with torch.no_grad(), torch.autocast(device, precision, enabled=precision is not None):
-                model(**without_labels(batch))
-            if learn:
-                average_gradients(parameters)
-                rate = learning_rate * rate_at(step - 1, count, warmup)
-                for group in optimizer.param_groups:
-                    group["lr"] = rate
-                optimizer.step()
-            found += _read(lessons, step - 1, by_head=not learn)
-            if progress is not None:
-                last = [row["error"] for row in found[-len(cores) :]]
-                progress(step, sum(last) / len(last))
-            if stage is not None and learn:
-                stage.save(step, kept, optimizer, found, last=step == count)
-        if step == 0:
-            raise ValueError("batches is empty; pass at least one dictionary of model inputs")
-    return found
+    options = {"rows": rows, "weights": weights} if learns else {}
+    lessons = {path: Lesson(**options, learn=learns, generator=generator) for path in cores}
+
+    def add_gradients(step: int, pieces: Sequence[Mapping[str, Any]]) -> None:
+        generator.manual_seed(seed * 1_000_003 + step + 1)
+        with torch.no_grad(), torch.autocast(device, precision, enabled=precision is not None):
+            model(**without_labels(pieces[0]))
+
+    def rows_of(step: int, _: None) -> list[Row]:
+        return _read(lessons, step, by_head=not learns)
+
+    with _taught(model, cores, lessons, parameters), in_float32(cores.values() if learns else ()):
+        return learn(
+            batches, add_gradients, rows_of, measure="error", optimizer=optimizer, parameters=named,
+            buffers=buffers_of(cores), learning_rate=learning_rate, warmup=warmup, stage=stage,
+            progress=progress,
+        )  # fmt: skip
 
 
 @contextlib.contextmanager

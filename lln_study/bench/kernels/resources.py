@@ -128,14 +128,10 @@ def _scales(batch: int = 1) -> dict[str, Tensor]:
     return {"alpha": torch.empty(batch, HEADS), "beta": torch.empty(batch, HEADS)}
 
 
-def _bidirectional(case: ResourceCase, length: int) -> Launched:
+def _plain(case: ResourceCase, length: int) -> Launched:
     q, k, v = case.tokens(1, HEADS, length)
-    return [kernels.bidirectional(q, k, v, key_mask=case.mask(1, length), **_scales())], [q, k, v]
-
-
-def _causal(case: ResourceCase, length: int) -> Launched:
-    q, k, v = case.tokens(1, HEADS, length)
-    return [kernels.causal(q, k, v, key_mask=case.mask(1, length), **_scales())], [q, k, v]
+    attend = getattr(kernels, case.op)
+    return [attend(q, k, v, key_mask=case.mask(1, length), **_scales())], [q, k, v]
 
 
 def _lln_diag(case: ResourceCase, length: int) -> Launched:
@@ -253,11 +249,11 @@ def _statistics(case: ResourceCase, length: int) -> Launched:
 
 
 OPS: dict[str, Callable[[ResourceCase, int], Launched]] = {
-    "bidirectional": _bidirectional,
+    "bidirectional": _plain,
     "lln_diag": _lln_diag,
     "lln_diag_learned": _lln_diag_learned,
     "lln_diag_overlap": _lln_diag_overlap,
-    "causal": _causal,
+    "causal": _plain,
     "block_diagonal": _block_diagonal,
     "near": _near,
     **dict.fromkeys(NEAR_FAR, _near_far),

@@ -11,15 +11,14 @@ import torch
 import lln
 from lln_study.bench import layers, zoo
 from lln_study.bench.apart import clock
-from lln_study.bench.cases import FORWARD, TRAINING, powers
+from lln_study.bench.cases import FORWARD, TRAINING, Case, powers
 from lln_study.bench.check import CheckFailed
-from lln_study.bench.layers import LayerCase
 
 
 def fake_rows(mechanism: str, impl: str, power: float) -> list[dict]:
     return [
         {
-            **LayerCase(mechanism, impl, N, passes=passes).row(),
+            **Case(mechanism, impl, N, passes=passes).row(),
             "ms_p50": N**power / 1e3,
             "peak_mb": float(N),
             "error": "",
@@ -34,19 +33,19 @@ def test_every_mechanism_is_measured_both_ways_on_both_devices():
         if device == "cuda" and not torch.cuda.is_available():
             continue
         cases = layers.layer_cases(device=device)
-        assert {case.mechanism for case in cases} == set(lln.list_mechanisms())
-        assert {case.impl for case in cases if case.mechanism == "softmax"} == {"sdpa", "matrix"}
+        assert {case.op for case in cases} == set(lln.list_mechanisms())
+        assert {case.impl for case in cases if case.op == "softmax"} == {"sdpa", "matrix"}
         for name in lln.list_mechanisms():
-            passes = {case.passes for case in cases if case.mechanism == name}
+            passes = {case.passes for case in cases if case.op == name}
             assert passes == {FORWARD, TRAINING}
         longest = dict.fromkeys(lln.list_mechanisms(), 0)
         for case in cases:
-            longest[case.mechanism] = max(longest[case.mechanism], case.N)
+            longest[case.op] = max(longest[case.op], case.N)
         assert longest["lln"] == longest["softmax"] > longest["relu"]
 
 
 def test_a_layer_has_the_weights_of_the_seed():
-    first, second = (layers.build(LayerCase("performer", "eager", 64, H=2)) for _ in range(2))
+    first, second = (layers.build(Case("performer", "eager", 64, H=2)) for _ in range(2))
     for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True):
         assert torch.equal(a, b)
 
@@ -80,17 +79,17 @@ def test_a_wrong_mechanism_stops_everything(tmp_path, monkeypatch, capsys):
 
 def test_one_wrong_mechanism_does_not_stop_the_others(monkeypatch):
     def check(cases):
-        if cases[0].mechanism == "elu":
+        if cases[0].op == "elu":
             raise CheckFailed("elu is off")
 
     monkeypatch.setattr(zoo, "check", check)
     cases, failures = zoo.checked(layers.layer_cases(quick=True, names=["elu", "relu"]))
-    assert {case.mechanism for case in cases} == {"relu"} and failures == ["elu is off"]
+    assert {case.op for case in cases} == {"relu"} and failures == ["elu is off"]
 
 
 def test_run_writes_rows_growth_and_a_plot(tmp_path, monkeypatch, capsys):
     small = [
-        LayerCase(name, impl, N, passes=passes, H=1, D=8)
+        Case(name, impl, N, passes=passes, H=1, D=8)
         for name, impl in (("elu", "eager"), ("softmax", "sdpa"))
         for passes in (FORWARD, TRAINING)
         for N in (64, 128, 256)
@@ -117,7 +116,7 @@ def test_what_does_not_fit_says_so(monkeypatch):
 
     monkeypatch.setattr(zoo, "call", too_much)
     monkeypatch.setattr(zoo, "peaks", lambda cases, server: iter([1.0]))
-    (row,) = zoo.measure([LayerCase("elu", "eager", 64)])
+    (row,) = zoo.measure([Case("elu", "eager", 64)])
     assert row["error"] == "out of memory" and row["ms_p50"] is None
 
 
@@ -132,7 +131,7 @@ def test_calls_that_cannot_be_recorded_are_launched(monkeypatch, records):
     monkeypatch.setattr(zoo, "free_generator", lambda: None)
     monkeypatch.setattr(clock, "peak_megabytes", lambda run: 1.0)
     monkeypatch.setattr(clock, "time_gpu", lambda run, budget_ms: [1.0, 2.0, 3.0])
-    row = zoo._measure_gpu(LayerCase("elu", "eager", 64, H=1, D=8))
+    row = zoo._measure_gpu(Case("elu", "eager", 64, H=1, D=8))
     assert row["launch"] == ("graph" if records else "eager") and row["ms_p50"] == 2.0
 
 
@@ -151,7 +150,7 @@ def test_peak_memory_of_a_layer_sees_the_matrix():
 
     if not RESET_PEAK.exists():
         pytest.skip("peak memory is read on Linux only")
-    cases = [LayerCase(name, "eager", 2048, H=2, D=8) for name in ("relu", "relu_linear")]
+    cases = [Case(name, "eager", 2048, H=2, D=8) for name in ("relu", "relu_linear")]
     matrix, linear = peaks(cases, server="lln_study.bench.zoo")
     assert matrix is not None and linear is not None
     assert matrix > 2 * 2048 * 2048 * 4 / 2**20 > 4 * linear
@@ -169,11 +168,11 @@ def test_our_layers_are_checked_in_the_dtype_that_is_measured(monkeypatch):
     built = []
 
     def build(case):
-        built.append((case.mechanism, case.dtype))
+        built.append((case.op, case.dtype))
         return original(case)
 
     original = layers.build
     monkeypatch.setattr(layers, "build", build)
-    cases = [layers.LayerCase(name, "eager", 256, dtype="bfloat16") for name in ("lln", "elu")]
+    cases = [Case(name, "eager", 256, dtype="bfloat16") for name in ("lln", "elu")]
     assert layers.check(cases) == 2
     assert set(built) == {("lln", "bfloat16"), ("elu", "float32")}

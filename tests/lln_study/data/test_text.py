@@ -238,17 +238,6 @@ def test_files_without_text_are_not_replaced_by_another_text(tmp_path, name, con
         tokens.encode(corpus, 300)
 
 
-def test_what_was_cached_for_an_empty_file_is_not_taken(tmp_path):
-    """Version 0.1.0 left Tiny Shakespeare there; any other text does for the test."""
-    corpus = text.find(write(tmp_path / "empty.txt", ""))
-    wrong = tokens.cache_folder() / tokens._digest(corpus, 300, None)
-    tokens.encode(text.find(write(tmp_path / "other.txt", "some words\n" * 50)), 300)
-    (made,) = (path.parent for path in tokens.cache_folder().glob("*/tokenizer.json"))
-    made.rename(wrong)
-    with pytest.raises(ValueError, match="has no text for train"):
-        tokens.encode(corpus, 300)
-
-
 def test_a_corpus_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"corpus='wiki2015' needs the folder.*set LLN_DATA"):
         text.find(None, "wiki2015")

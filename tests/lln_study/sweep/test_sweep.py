@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from lln.records.rows import append_row, read_rows
 from lln_study.sweep import job as jobs
 from lln_study.sweep.job import Place
 from lln_study.sweep.plan import (
-    CHOSEN_BY,
     OF_THE_SWEEP,
     Job,
     Repeated,
@@ -27,7 +27,8 @@ from lln_study.sweep.plan import (
     read,
 )
 from lln_study.sweep.run import Sweep
-from lln_study.tasks import glue
+from lln_study.tasks import experiment, glue
+from lln_study.tasks.experiment import InSweeps
 from lln_study.tasks.models import softmax
 from lln_study.train import runfolder
 from tests.lln_study.tasks.small_glue import fine_tune, pretrain, write_glue, write_text
@@ -248,8 +249,16 @@ def repeated(folder, rivals, *seeds):
     return made
 
 
+def choose_by(monkeypatch, column, sign):
+    """Let a task "fake" be known, whose best row is that with the most, or least, of a column."""
+    known = types.ModuleType("fake")
+    known.IN_SWEEPS = InSweeps(chosen_by=(column, sign))
+    monkeypatch.setitem(sys.modules, "fake", known)
+    monkeypatch.setitem(experiment.KINDS, "fake", "fake")
+
+
 def test_the_best_on_validation_is_repeated_when_all_have_run(tmp_path, monkeypatch):
-    monkeypatch.setitem(CHOSEN_BY, "fake", ("seconds", 1))  # the slowest wins
+    choose_by(monkeypatch, "seconds", 1)  # the slowest wins
     times = {"low": 0.1, "high": 0.4, "other": 0.2}
     rivals = [job(tmp_path, name, seconds=seconds) for name, seconds in times.items()]
     outcome, said = run([*rivals, *repeated(tmp_path, rivals, 1, 2)], slots=4)
@@ -262,19 +271,59 @@ def test_the_best_on_validation_is_repeated_when_all_have_run(tmp_path, monkeypa
     rivals = [job(tmp_path, name, seconds=seconds) for name, seconds in times.items()]
     outcome, _ = run([*rivals, *repeated(tmp_path, rivals, 1, 2, 3)])
     assert len(outcome.skipped) == 5 and outcome.done == ["fake high-seed3 seed=0"]
-    monkeypatch.setitem(CHOSEN_BY, "fake", ("seconds", -1))
+    choose_by(monkeypatch, "seconds", -1)
     assert best_on_validation(rivals) == 0
 
 
+# What a process does that knows one more task than lln_study has.
+WITH_GUESS = """
+import sys
+from lln_study.sweep.__main__ import main
+from lln_study.tasks import experiment
+experiment.KINDS["guess"] = "tests.lln_study.sweep.guess"
+main(sys.argv[1])
+"""
+
+
+def test_a_new_task_is_a_module_and_its_name(tmp_path, monkeypatch):
+    monkeypatch.setitem(experiment.KINDS, "guess", "tests.lln_study.sweep.guess")
+    command = Job.command
+    monkeypatch.setattr(
+        Job,
+        "command",
+        lambda self, *, shared: [
+            sys.executable,
+            "-c",
+            WITH_GUESS,
+            command(self, shared=shared)[-1],
+        ],
+    )
+    places = {"data": None, "out": tmp_path, "scratch": tmp_path / "scratch"}
+    with pytest.raises(ValueError, match="does not say its guess"):
+        plan([{"run": "guess"}], **places)
+    content = {
+        "base": {"run": "guess"},
+        "grid": {"guess": [1, 4]},
+        "repeat": {"best_of": "guess", "seed": [1]},
+    }
+    planned = plan(content, **places)
+    for each in planned[:2]:
+        jobs.run(each.kind, each.spec, each.place)
+    outcome, said = run(planned)
+    assert (len(outcome.skipped), len(outcome.done)) == (2, 1), said
+    rows = [(row["digest"], row["seed"]) for row in read_rows(tmp_path / "guess.jsonl")]
+    assert rows == [("1-of-5", 0), ("4-of-5", 0), ("4-of-5", 1)]
+
+
 def test_what_another_file_has_run_is_repeated_too(tmp_path, monkeypatch):
-    monkeypatch.setitem(CHOSEN_BY, "fake", ("seconds", 1))
+    choose_by(monkeypatch, "seconds", 1)
     first, again = ([job(tmp_path, name) for name in "ab"] for _ in range(2))
     outcome, _ = run([*first, *again, *repeated(tmp_path, again, 1)])
     assert (len(outcome.done), len(outcome.skipped), len(outcome.left)) == (3, 2, 0)
 
 
 def test_nothing_is_repeated_where_a_rival_has_failed(tmp_path, monkeypatch):
-    monkeypatch.setitem(CHOSEN_BY, "fake", ("seconds", 1))
+    choose_by(monkeypatch, "seconds", 1)
     rivals = [job(tmp_path, "good"), job(tmp_path, "bad", fails=True)]
     outcome, _ = run([*rivals, *repeated(tmp_path, rivals, 1)])
     assert (len(outcome.done), len(outcome.failed), len(outcome.left)) == (1, 1, 1)
