@@ -1,4 +1,4 @@
-"""The page of LLN alone: its numbers are those of rows, and what is missing is what has none."""
+"""The page of LLN alone: its numbers are those of rows."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ import pytest
 
 from lln_study.paper.pages import lln_alone
 from lln_study.paper.pages.blocks import NOTHING_YET
-from lln_study.paper.results import read, read_curves
-from lln_study.sweep import plan
+from lln_study.paper.results import read
 
-ROOT = Path(__file__).resolve().parents[3]
-RESULTS = ROOT / "results"
-
-
-def asked() -> list[dict]:
-    return plan.expand(plan.read(ROOT / "sweeps" / "lln_alone.json"))
+RESULTS = Path(__file__).resolve().parents[3] / "results"
 
 
 def row(**changes) -> dict:
@@ -41,62 +35,22 @@ def write(folder: Path, rows: list[dict]) -> None:
     (folder / "mlm.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
 
 
-def test_every_run_without_a_row_is_missing_and_no_other(tmp_path):
-    write(tmp_path, [row()])
-    lines = lln_alone.missing(tmp_path).splitlines()
-    assert len(lines) == 2 + len(asked()) + 1  # the head, and the sum
-    assert lines[-1] == f"| together |  | {2 * len(asked())} |"
-    write(
-        tmp_path, [row(), row(attention="lln", learning_rate=0.0014), row(attention="lln", heads=2)]
-    )
-    shorter = lln_alone.missing(tmp_path).splitlines()
-    gone = set(lines[2:-1]) - set(shorter)
-    assert gone == {"| LLN | learning_rate = 0.0014 | 2 |", "| LLN | heads = 2 | 2 |"}
-    fields = [{k: v for k, v in spec.items() if k not in lln_alone.MANNER} for spec in asked()]
-    write(tmp_path, [row(), *(row(**spec) for spec in fields)])
-    assert lln_alone.missing(tmp_path).startswith("Nothing: every run")
-
-
-def test_a_run_of_the_sweep_with_a_row_is_shown_with_its_loss(tmp_path):
-    about = {"device": "GPU", "torch": "2", "commit": "abc", "date": "2026-01-01"}
-    others = {"tokens": 250_000_000, "diverged": False, **about}
-    fewer = row(attention="lln", steps=61200, batch_size=8, warmup=2000)
-    write(tmp_path, [row() | others])
-    assert lln_alone.varied(tmp_path) == NOTHING_YET
-    write(tmp_path, [row() | others, fewer | others | {"loss": 6.25}])
-    said = lln_alone.varied(tmp_path)
-    assert "| LLN | batch_size = 8, steps = 61200, warmup = 2000 | 6.25 |" in said
-    assert said.count("| LLN |") == 1
-    assert "steps = 61200" in lln_alone.missing(tmp_path)  # softmax beside it
-
-
-def test_the_study_compares_with_softmax_of_the_same_heads(tmp_path):
+def test_the_study_has_the_mean_and_standard_error_of_its_seeds(tmp_path):
     folder = tmp_path / lln_alone.SMALL
     folder.mkdir()
-    rows = []
-    for attention, heads, losses in (
-        ("softmax", 2, (3.0, 3.1, 3.2)),
-        ("softmax", 1, (2.0, 2.1, 2.2)),
-        ("lln", 2, (3.4, 3.5, 3.6)),
-        ("lln", 1, (2.05, 2.1, 2.15)),
-        ("lln_diag", 2, (3.0, 3.0, 3.0)),
-    ):
-        for seed, loss in enumerate(losses):
-            one = row(attention=attention, heads=heads, layers=2, vocabulary=300)
-            about = {
-                "seed": seed,
-                "loss": loss,
-                "tokens": 6e5,
-                "parameters": 9,
-                "date": "2026-11-17",
-            }
-            rows.append({**one, **about, "device": "a CPU", "torch": "2", "commit": "c"})
+    about = {"parameters": 9, "date": "2026-11-17", "device": "a CPU", "torch": "2", "commit": "c"}
+    losses = {("softmax", 2): (3.0, 3.1, 3.2), ("lln", 2): (3.4, 3.6), ("lln", 1): (2.1,)}
+    rows = [
+        {**row(attention=attention, heads=heads), **about, "seed": seed, "loss": loss}
+        for (attention, heads), own in losses.items()
+        for seed, loss in enumerate(own)
+    ]
     write(folder, rows)
-    said = lln_alone.small(tmp_path)
-    assert "| LLN | 3.500 ± 0.058 | +0.400 | behind, 3 seeds | 9 |" in said
-    assert "| LLN, 1 head | 2.100 ± 0.029 | +0.000 | level, 3 seeds | 9 |" in said
-    assert "| Softmax | 3.100 ± 0.058 |  |  | 9 |" in said
-    assert "30 minutes for all runs" in said
+    assert lln_alone.small(tmp_path).splitlines()[2:-2] == [
+        "| Softmax | 2 | 3.100 ± 0.058 | 3 | 9 |",
+        "| LLN | 2 | 3.500 ± 0.100 | 2 | 9 |",
+        "| LLN | 1 | 2.100 | 1 | 9 |",
+    ]
 
 
 def test_the_screen_names_what_was_changed_and_what_diverged(tmp_path):
@@ -125,17 +79,6 @@ def test_the_screen_names_what_was_changed_and_what_diverged(tmp_path):
         "| LLN, heads = 2, precision = fp32 | 6.30 |",
         "| LLN (conv 33) | diverged |",
     ]
-
-
-def test_sentences_have_the_numbers_of_the_curves():
-    said = lln_alone.known(RESULTS)
-    curve = next(
-        line
-        for line in read_curves(RESULTS)
-        if line["mechanism"] == "lln" and line["configuration"]["width"] == 512
-    )
-    last = [one for one in curve["rows"] if one.get("kind") == "eval"][-1]
-    assert f"After {last['step']:,} updates LLN alone has {last['loss']:.2f} nats" in said
 
 
 def test_what_is_shown_of_the_large_ones_has_its_row():
