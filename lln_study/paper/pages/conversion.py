@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from lln_study.paper.pages.blocks import NOTHING_YET, Blocks, listed, markdown_table
+from lln_study.paper.pages.blocks import NOTHING_YET, Blocks, crossed, listed, markdown_table
 from lln_study.paper.results import Row, grouped, origin_text, read
 from lln_study.paper.tables.conversion import kept
 from lln_study.paper.tables.glue import TASKS
@@ -16,40 +16,38 @@ TEACHER = {"options": {}, "recipe": "roberta-small", "length": 512, "steps": 153
 
 def positions(results: Path) -> str:
     """Nats a token against the tokens before it, of converted decoders and their teachers."""
-    found = [row for row in read(results, "conversion") if row.get("loss_by_position")]
+    rows = [row for row in read(results, "conversion") if row.get("loss_by_position")]
     made = []
-    for edges, own in grouped(found, _edges).items():
-        lines = {}  # a teacher that several rows have stands once
-        for row in own:
-            for name, words in (("teacher", "softmax"), ("student", _words(row))):
-                parts = row["loss_by_position"][name]
-                line = [f"{row['model']}, {words}", *(f"{part['nll']:.2f}" for part in parts)]
-                lines[tuple(line)] = line
-        names = ["tokens before", *(f"{first:,}–{last:,}" for first, last in edges)]
-        made.append(f"{markdown_table(names, list(lines.values()))}\n\n({origin_text(own)})")
+    for own in grouped(rows, _edges).values():
+        found = {
+            (words, f"{part['from']:,}–{part['to']:,}"): f"{part['nll']:.2f}"
+            for row in own
+            for name, words in _both(row).items()
+            for part in row["loss_by_position"][name]
+        }
+        made.append(f"{crossed('tokens before', found)}\n\n({origin_text(own)})")
     return "\n\n".join(made) or NOTHING_YET
 
 
-def _edges(row: Row) -> tuple[tuple[int, int], ...]:
-    return tuple((part["from"], part["to"]) for part in row["loss_by_position"]["teacher"])
+def _edges(row: Row) -> tuple[int, ...]:
+    return tuple(part["from"] for part in row["loss_by_position"]["teacher"])
 
 
 def needles(results: Path) -> str:
     """How often a sentence that stands so many tokens back is repeated exactly, in per cent."""
-    found = [row for row in read(results, "conversion") if row.get("needles")]
-    if not found:
-        return NOTHING_YET
-    every = {one["distance"] for row in found for one in row["needles"] if one["distance"]}
-    distances = sorted(every)
-    lines = {}
-    for row in found:
-        for name, words in (("teacher", "softmax"), ("student", _words(row))):
-            own = {one["distance"]: one["exact"] for one in row["needles"] if one["model"] == name}
-            shares = [f"{100 * own[each]:.0f}" if each in own else "–" for each in distances]
-            line = [f"{row['model']}, {words}", *shares]
-            lines[tuple(line)] = line
-    names = ["tokens back", *(f"{each:,}" for each in distances)]
-    return f"{markdown_table(names, list(lines.values()))}\n\n({origin_text(found)})"
+    rows = [row for row in read(results, "conversion") if row.get("needles")]
+    found = {
+        (_both(row)[one["model"]], f"{one['distance']:,}"): f"{100 * one['exact']:.0f}"
+        for row in rows
+        for one in row["needles"]
+        if one["distance"]
+    }
+    return f"{crossed('tokens back', found)}\n\n({origin_text(rows)})" if rows else NOTHING_YET
+
+
+def _both(row: Row) -> dict[str, str]:
+    """The names of a converted model and of its teacher."""
+    return {"teacher": f"{row['model']}, softmax", "student": f"{row['model']}, {_words(row)}"}
 
 
 def decoding(results: Path) -> str:

@@ -50,28 +50,7 @@ def page(folder: Path, facts: dict[str, str] | None = None) -> Page:
         blocks.append(Text(f"What differs: {differs}"))
         sections.append(Section(f"{name}. {title}", blocks))
     title = "LLN attention: the paper's results beside ours"
-    return Page(title, LEDE, [Section("What there is", [_coverage(rows)]), *sections], facts or {})
-
-
-def _coverage(rows: Sequence[results.Row]) -> Block:
-    """How many rows of what, and where they come from."""
-    if not rows:
-        return Text("There are no result rows yet.")
-    lines = [
-        [
-            subject,
-            str(len(own)),
-            str(len({row["mechanism"] for row in own})),
-            ", ".join(map(str, sorted({row["seed"] for row in own}))),
-            device,
-            ", ".join(sorted({row["commit"] for row in own})),
-        ]
-        for (subject, device), own in results.grouped(
-            rows, lambda row: (row["subject"], row["device"])
-        ).items()
-    ]
-    columns = ["experiment", "rows", "mechanisms", "seeds", "device", "commits"]
-    return Table(columns, lines, "Result rows.")
+    return Page(title, LEDE, sections, facts or {})
 
 
 def _printed(number: str) -> list[Block]:

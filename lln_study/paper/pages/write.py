@@ -19,7 +19,7 @@ from lln_study.paper.figures import from_results as run_figures
 from lln_study.paper.pages import (
     claims,
     conversion,
-    lln_alone,
+    losses,
     near_far,
     questions,
     retrieval,
@@ -31,7 +31,7 @@ from lln_study.paper.pages.blocks import NOTHING_YET, Blocks, rewrite
 from lln_study.paper.results import read, read_curves
 from lln_study.paper.tables import table as tables
 
-WITH_BLOCKS = (claims, conversion, lln_alone, near_far, questions, retrieval, speed)
+WITH_BLOCKS = (claims, conversion, losses, near_far, questions, retrieval, speed)
 WITH_BLOCKS += (targets, versions)
 
 
@@ -70,7 +70,7 @@ DRAWINGS: Mapping[str, tuple[str, Callable[[Path], list[Panel]]]] = {
         "Loss of pre-training against updates and against time",
         lambda results: training_figures.losses(read_curves(results)),
     ),
-    "figure_lln_alone": ("Loss of pre-training of LLN alone and beside it", lln_alone.figure),
+    "figure_lln_alone": ("Loss of pre-training of LLN alone and beside it", losses.figure),
     "figure_9": ("α and β of every layer while the ViT trains", partial(_of_runs, "9")),
     "figure_10a": ("Accuracy of the ViT against fixed α = β", partial(_of_runs, "10a")),
     "figure_arena": (
