@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from lln_study.paper.accuracy import is_fixed
@@ -10,6 +11,36 @@ from lln_study.paper.pages.blocks import NOTHING_YET, Blocks, Row, cells, crosse
 from lln_study.paper.results import Mean, grouped, origin_text, read
 
 PLACE = "step {step} (loss {loss:.2f}), layer {layer}"
+RETRIEVAL = {
+    "N, D": "{tokens:,}, {head_dim}",
+    "softmax": "{softmax:.0%}",
+    "LLN paper": "{LLN paper:.0%}",
+    "LLN entropy": "{LLN entropy:.0%}",
+    "LLN entropy, `normalize_keys`": "{LLN entropy, normalize_keys:.0%}",
+    "LLN+Diag, target in the block": "{LLN+Diag near:.0%}",
+    "LLN+Diag, anywhere": "{LLN+Diag far:.0%}",
+}
+CHAIN = {
+    "": "{attention}, τ = {temperature:g}",
+    "\\|λ₂\\|": "{second_eigenvalue:.2f}",
+    "σ₁(P̄)": "{centred_singular_value:.2f}",
+    "P^1": "{distance_1:.3f}",
+    "P^2": "{distance_2:.3f}",
+    "P^3": "{distance_3:.3f}",
+    "P^4": "{distance_4:.3f}",
+    "tokens of π": "{stationary_tokens:.0f}",
+}
+ACTIVATIONS = {
+    "": PLACE,
+    "σ_q²σ_k²": "{product_variance:.2f}",
+    "σ² of scores": "{score_variance:.2f}",
+    "within rows": "{row_variance:.2f}",
+    "mean error": "{mean_error:+.2f}",
+    "KS": "{kolmogorov_smirnov:.3f}",
+    "skew": "{skew:+.2f}",
+    "gap": "{spectral_gap:.2f}",
+    "bias": "{column_bias:.2f}",
+}
 
 
 def shape(rows: Sequence[Row]) -> str:
@@ -21,9 +52,8 @@ def shape(rows: Sequence[Row]) -> str:
 
 
 def matching(rows: Sequence[Row]) -> str:
-    line, cell = "{head_dim}, σ² = {score_variance:g}", "{variance_ratio:.2f} / {bits:+.2f}"
-    own = [{**row, "bits": row["entropy_difference"]} for row in rows]
-    return crossed("D", cells(own, line, "{attention}", cell))
+    cell = "{variance_ratio:.2f} / {entropy_difference:+.2f}"
+    return crossed("D", cells(rows, "{head_dim}, σ² = {score_variance:g}", "{attention}", cell))
 
 
 def scale(rows: Sequence[Row]) -> str:
@@ -38,45 +68,6 @@ def scale(rows: Sequence[Row]) -> str:
         name = "softmax" if row["scale"] is None else f"LLN, α = β = {row['scale']:g}"
         shown.append({**row, "name": name, "ratio": row["gradient"] / rows[0]["gradient"]})
     return listed(shown, columns)
-
-
-def retrieval(rows: Sequence[Row]) -> str:
-    columns = {
-        "N, D": "{tokens:,}, {head_dim}",
-        "softmax": "{softmax:.0%}",
-        "LLN paper": "{LLN paper:.0%}",
-        "LLN entropy": "{LLN entropy:.0%}",
-        "LLN entropy, `normalize_keys`": "{LLN entropy, normalize_keys:.0%}",
-        "LLN+Diag, target in the block": "{LLN+Diag near:.0%}",
-        "LLN+Diag, anywhere": "{LLN+Diag far:.0%}",
-    }
-    return listed(rows, columns)
-
-
-def chain(rows: Sequence[Row]) -> str:
-    columns = {
-        "": "{attention}, τ = {temperature:g}",
-        "\\|λ₂\\|": "{second_eigenvalue:.2f}",
-        "σ₁(P̄)": "{centred_singular_value:.2f}",
-        **{f"P^{step}": f"{{distance_{step}:.3f}}" for step in (1, 2, 3, 4)},
-        "tokens of π": "{stationary_tokens:.0f}",
-    }
-    return listed(rows, columns)
-
-
-def activations(rows: Sequence[Row]) -> str:
-    columns = {
-        "": PLACE,
-        "σ_q²σ_k²": "{product_variance:.2f}",
-        "σ² of scores": "{score_variance:.2f}",
-        "within rows": "{row_variance:.2f}",
-        "mean error": "{mean_error:+.2f}",
-        "KS": "{kolmogorov_smirnov:.3f}",
-        "skew": "{skew:+.2f}",
-        "gap": "{spectral_gap:.2f}",
-        "bias": "{column_bias:.2f}",
-    }
-    return listed(rows, columns)
 
 
 def calibration(rows: Sequence[Row]) -> str:
@@ -119,9 +110,9 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "shape": ("shape", shape),
     "matching": ("matching", matching),
     "scale": ("scale", scale),
-    "retrieval": ("retrieval", retrieval),
-    "chain": ("chain", chain),
-    "activations": ("activations", activations),
+    "retrieval": ("retrieval", partial(listed, columns=RETRIEVAL)),
+    "chain": ("chain", partial(listed, columns=CHAIN)),
+    "activations": ("activations", partial(listed, columns=ACTIVATIONS)),
     "calibration": ("activations", calibration),
 }
 BLOCKS: Blocks = {

@@ -182,16 +182,18 @@ def _seats(rows: Sequence[Row]) -> str:
     return listed(shown, columns)
 
 
+ONNX = {
+    "tokens": "{tokens:,}",
+    "ms": "{ms:.0f}",
+    "ms with softmax": "{softmax_ms:.0f}",
+    "times faster": "{ratio:.1f}",
+    "largest difference from torch": "{difference:.0e}",
+    "onnxruntime": "{onnxruntime}",
+}
+
+
 def _onnx(rows: Sequence[Row]) -> str:
-    columns = {
-        "tokens": "{tokens:,}",
-        "ms": "{ms:.0f}",
-        "ms with softmax": "{softmax_ms:.0f}",
-        "times faster": "{ratio:.1f}",
-        "largest difference from torch": "{difference:.0e}",
-        "onnxruntime": "{onnxruntime}",
-    }
-    return listed([{**row, "ratio": row["softmax_ms"] / row["ms"]} for row in rows], columns)
+    return listed([{**row, "ratio": row["softmax_ms"] / row["ms"]} for row in rows], ONNX)
 
 
 def time_panels(results: Path) -> list[Panel]:
