@@ -155,7 +155,7 @@ def test_every_mechanism_a_page_creates_exists():
 
 
 def test_an_unknown_block_is_named():
-    with pytest.raises(ValueError, match=r"'sped'; there are best, speed"):
+    with pytest.raises(ValueError, match=r"'sped'; there are figure_time, figure_8a"):
         rewrite("<!-- measured: sped -->\n<!-- end -->", ROOT / "results", write.BLOCKS)
 
 

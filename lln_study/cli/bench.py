@@ -67,8 +67,7 @@ def bench_targets(
 ) -> None:
     """Show what the kernels were to reach beside what was measured.
 
-    From the newest rows of `lln bench gpu`, as Markdown; says what was missed and what was not
-    measured.
+    From the newest rows of `lln bench gpu`, as Markdown; – for what was not measured.
     """
     from lln_study.paper.pages.targets import gpu_targets
 

@@ -57,7 +57,42 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def origin(row: Row, others: Iterable[Row] = ()) -> str:
-    """Where a row comes from, in words; with the commits of ``others`` beside it."""
-    commits = dict.fromkeys(each["commit"] for each in (row, *others))
-    return f"{row['device']}, torch {row['torch']}, commit {', '.join(commits)}"
+def listed(rows: Iterable[Row], columns: Mapping[str, str]) -> str:
+    """A table with a line per row: names of columns, and how they show a row, as for format()."""
+    lines = [[cell.format_map(row) for cell in columns.values()] for row in rows]
+    return markdown_table(list(columns), lines)
+
+
+def cells(rows: Iterable[Row], line: str, column: str, cell: str) -> dict[tuple[str, str], str]:
+    """Rows as the cells of :func:`crossed`: the names of line and column, and what stands there."""
+    return {(line.format_map(row), column.format_map(row)): cell.format_map(row) for row in rows}
+
+
+def crossed(corner: str, cells: Mapping[tuple[str, str], str]) -> str:
+    """A table of cells by the names of line and column, in order of appearance; – for none."""
+    lines = dict.fromkeys(line for line, _ in cells)
+    columns = dict.fromkeys(column for _, column in cells)
+    made = [[line, *(cells.get((line, column), "–") for column in columns)] for line in lines]
+    return markdown_table([corner, *columns], made)
+
+
+def origin(rows: Sequence[Row]) -> str:
+    """Where the rows of a file come from: how they were measured, device, versions, commits."""
+    first = rows[0]
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    how = f"{first['configuration']}; " if first.get("configuration") else ""
+    return f"{how}{first['device']}, torch {first['torch']}, commit {commits}"
+
+
+def from_file(
+    subject: str, table: Callable[[Sequence[Row]], str], part: str = "rows"
+) -> Callable[[Path], str]:
+    """The block of a table of the newest file of a subject, with where its rows come from."""
+
+    def block(results: Path) -> str:
+        content = latest(results, subject)
+        if content is None:
+            return NOTHING_YET
+        return f"{table(content[part])}\n\n({origin(content[part])}, {content['date']})"
+
+    return block

@@ -19,63 +19,20 @@ from lln_study.paper.figures import from_results as run_figures
 from lln_study.paper.pages import (
     claims,
     conversion,
-    costs,
-    lln_alone,
+    losses,
     near_far,
-    onnx,
-    parallel,
-    profile,
     questions,
     retrieval,
-    serving,
+    speed,
     targets,
     versions,
 )
-from lln_study.paper.pages.best import best
-from lln_study.paper.pages.blocks import (
-    NOTHING_YET,
-    Blocks,
-    latest,
-    markdown_table,
-    origin,
-    rewrite,
-)
-from lln_study.paper.pages.speed import busy, gpu, speed, time_panels
+from lln_study.paper.pages.blocks import NOTHING_YET, Blocks, rewrite
 from lln_study.paper.results import read, read_curves
 from lln_study.paper.tables import table as tables
 
-
-def concentration(results: Path) -> str:
-    """Entropy and spectral gap at some temperatures, and the share of targets found."""
-    content = latest(results, "demo")
-    if content is None:
-        return NOTHING_YET
-    rows = content["concentration"]
-    cells = {
-        (row["kernel"], row["temperature"]): f"{row['entropy']:.2f} / {row['spectral_gap']:.2f}"
-        for row in rows
-    }
-    temperatures = sorted({row["temperature"] for row in rows})
-    lines = [
-        [
-            row["kernel"].replace("normalize_keys", "`normalize_keys`"),
-            *(cells[row["kernel"], temperature] for temperature in temperatures),
-            f"{row['found']:.0%}",
-        ]
-        for row in content["retrieval"]
-    ]
-    names = [
-        "entropy (bits) / spectral gap",
-        *(f"τ = {t:g}" for t in temperatures),
-        "targets found",
-    ]
-    first = rows[0]
-    words = (
-        "τ is the softmax temperature 1/σ(scores). *Targets found*: share of queries whose largest "
-        "weight falls on the key they are a copy of, τ = 1. "
-        f"({first['configuration']}; {origin(first)}, {content['date']})"
-    )
-    return f"{markdown_table(names, lines)}\n\n{words}"
+WITH_BLOCKS = (claims, conversion, losses, near_far, questions, retrieval, speed)
+WITH_BLOCKS += (targets, versions)
 
 
 def paper_table(number: str, results: Path) -> str:
@@ -108,15 +65,12 @@ def _of_runs(number: str, results: Path) -> list[Panel]:
 
 
 DRAWINGS: Mapping[str, tuple[str, Callable[[Path], list[Panel]]]] = {
-    "figure_time": ("Time against the number of tokens, softmax and LLN+Diag", time_panels),
+    "figure_time": ("Time against the number of tokens, softmax and LLN+Diag", speed.time_panels),
     "figure_8a": (
         "Loss of pre-training against updates and against time",
         lambda results: training_figures.losses(read_curves(results)),
     ),
-    "figure_lln_alone": (
-        "Loss of pre-training of LLN alone and beside it",
-        lln_alone.figure,
-    ),
+    "figure_lln_alone": ("Loss of pre-training of LLN alone and beside it", losses.figure),
     "figure_9": ("α and β of every layer while the ViT trains", partial(_of_runs, "9")),
     "figure_10a": ("Accuracy of the ViT against fixed α = β", partial(_of_runs, "10a")),
     "figure_arena": (
@@ -125,27 +79,10 @@ DRAWINGS: Mapping[str, tuple[str, Callable[[Path], list[Panel]]]] = {
     ),
 }
 BLOCKS: Blocks = {
-    "best": best,
-    "speed": speed,
-    "busy": busy,
-    "gpu": gpu,
-    "concentration": concentration,
     **{name: partial(drawing, name) for name in DRAWINGS},
     **{f"table_{number}": partial(paper_table, number) for number in tables.TABLES},
     "table_pretraining": pretraining,
-    **claims.BLOCKS,
-    **costs.BLOCKS,
-    **lln_alone.BLOCKS,
-    **questions.BLOCKS,
-    **near_far.BLOCKS,
-    **conversion.BLOCKS,
-    **onnx.BLOCKS,
-    **profile.BLOCKS,
-    **serving.BLOCKS,
-    **targets.BLOCKS,
-    **parallel.BLOCKS,
-    **retrieval.BLOCKS,
-    **versions.BLOCKS,
+    **{name: block for page in WITH_BLOCKS for name, block in page.BLOCKS.items()},
 }
 
 

@@ -10,7 +10,7 @@ from lln_study.bench import roberta, step
 from lln_study.bench.cases import RUNNERS
 from lln_study.bench.kernels import profile
 from lln_study.bench.shapes import TOKENS
-from lln_study.paper.pages.profile import gpu_profile
+from lln_study.paper.pages.speed import BLOCKS
 
 
 def test_kernels_are_summed_over_calls():
@@ -55,9 +55,9 @@ def test_the_page_names_our_kernels_and_sums_those_of_pytorch(tmp_path):
         for name, us, count in kernels
     ]
     saved.save_json({"rows": rows}, tmp_path, subject=profile.SUBJECT, device="cpu")
-    page = gpu_profile(tmp_path)
+    page = BLOCKS["gpu_profile"](tmp_path)
     assert "| `near_far`, heads of 64 | 41 | join 30, PyTorch's own 11 (3) |" in page
-    assert "No rows" in gpu_profile(tmp_path / "empty")
+    assert "No rows" in BLOCKS["gpu_profile"](tmp_path / "empty")
 
 
 @pytest.mark.gpu

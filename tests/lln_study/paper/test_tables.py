@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from lln.cli.app import app
 from lln.nn import RECOMMENDED
 from lln_study.paper import results
-from lln_study.paper.pages.best import best
 from lln_study.paper.pages.blocks import NOTHING_YET, rewrite
+from lln_study.paper.pages.claims import best
 from lln_study.paper.pages.write import BLOCKS
 from lln_study.paper.results import Mean
 from lln_study.paper.tables import table as tables
