@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -83,7 +84,12 @@ def test_the_tree_in_the_readme_is_the_tree():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     tree = re.search(r"^```\nlln/ [^\n]*\n(.*?)^docs/", text, flags=re.M | re.S)
     assert tree is not None
-    shown = {word.strip("/") for word in re.findall(r"^  (\w[\w./]*)", tree[1], flags=re.M)}
+    shown = {
+        word.strip("/")
+        for line in tree[1].splitlines()
+        if line.startswith("  ")
+        for word in itertools.takewhile(lambda word: word.endswith(("/", ".py")), line.split())
+    }
     for part in shown:
         assert (ROOT / "lln" / part).exists(), f"the tree shows {part}"
     small = {"__init__.py", "protocols.py", "py.typed", "__pycache__"}

@@ -184,7 +184,7 @@ def sts(
     cosines = (first * second).sum(-1).double().numpy()
     from scipy import stats
 
-    return float(stats.spearmanr(examples.labels, cosines)[0])
+    return float(stats.spearmanr(examples.labels, cosines).statistic)  # type: ignore[attr-defined]
 
 
 def _longest_input(model: Any) -> int:
