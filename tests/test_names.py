@@ -193,6 +193,7 @@ def test_one_name_is_one_function():
     assert sorted(found) == ["calibrate", "read_mask"], found  # those of lln.hf
 
 
+@pytest.mark.slow
 def test_modules_are_public_and_loaded_on_first_use():
     assert {"hf", "distributed", "onnx", "nn", "moments", "instruments"} <= set(lln.__all__)
     code = (

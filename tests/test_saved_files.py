@@ -25,7 +25,7 @@ CORES: dict[str, dict[str, Any]] = {
     "measured": {"statistics": "running", "target": "measured", "sharpness": 0.7},
     "fixed": {"statistics": "fixed", "alpha": 1.5, "beta": [1.0, 2.0], "learn_scale": True},
     "joint": {"statistics": "running", "learn_scale": True, "sinks": 1, "diag_overlap": 2, **NEAR},
-    "joint-fixed": {"statistics": "fixed", "gamma": 0.5, "far": "all", **NEAR},
+    "joint-fixed": {"statistics": "fixed", "gamma": 0.5, **NEAR},
     "signs": {"statistics": "running", "feature_map": "signs", "center_keys": True, **NEAR},
     "rotations": {"statistics": "running", "feature_map": "rotations", "slots": 8},
     "learned": {"statistics": "running", "feature_map": "learned", "slots": 6},

@@ -18,6 +18,8 @@ import lln
 from lln.cli.tables import column_groups, column_widths
 from lln_study.paper.tables import table as tables
 
+pytestmark = pytest.mark.slow  # the tables of the study
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -26,6 +26,8 @@ from tests.conversion.tiny_text import article, tokenizer_of
 from tests.hf.conversion.loud import loud
 from tests.hf.tiny import make
 
+pytestmark = pytest.mark.slow  # the command: whole conversions, in processes of their own
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BLOCK = ("--set", "diag_block=16", "--set", "diag_overlap=0", "--set", "slots=16")
 SHORT = ("--length", "64", "--transfer-steps", "6", "--recover-steps", "2")

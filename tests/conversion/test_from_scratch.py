@@ -20,6 +20,8 @@ from tests.conversion.tiny_text import article, tokenizer_of
 from tests.hf.conversion.loud import loud
 from tests.hf.tiny import make
 
+pytestmark = pytest.mark.slow  # whole conversions
+
 SIZES = ("--length", "64", "--judge-articles", "4", "--cost-length", "0", "--device", "cpu")
 BLOCK = ("--set", "diag_block=16", "--set", "slots=16", "--set", "diag_overlap=0")
 

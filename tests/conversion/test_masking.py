@@ -17,6 +17,8 @@ from lln_study.paper.tables.conversion import tables
 from tests.conversion.tiny_text import article, tokenizer_of
 from tests.hf.conversion.loud import loud
 
+pytestmark = pytest.mark.slow  # whole conversions
+
 TOKENIZER = tokenizer_of(frame=True)
 TOKENIZER.mask_token = "[UNK]"  # a word that no text here has
 

@@ -18,6 +18,9 @@ AGREEMENT = PROCESSES * 8 * (1 + 2 * len(SHARED))  # bytes: whether a process fa
 BY_NAME = {f"{case.name} on {size}": case for case in CASES for size in (1, 2, 4)}
 
 
+pytestmark = pytest.mark.slow  # starts processes
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> list[dict[str, Any]]:
     """What each of 4 processes found; they are started once for all tests of this file."""

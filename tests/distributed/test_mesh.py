@@ -9,6 +9,8 @@ import pytest
 from tests.distributed.mesh_worker import CASES, MODULES, TENSOR_PARALLEL, TRAINED
 from tests.distributed.processes import run
 
+pytestmark = pytest.mark.slow  # starts eight processes
+
 ROUNDING = 1e-12  # of sums in float64, in another order
 
 

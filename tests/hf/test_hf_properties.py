@@ -262,6 +262,7 @@ def distance(model, other, batch) -> float:
 
 
 # A case converts three times.
+@pytest.mark.slow
 @settings(max_examples=max(4, settings.default.max_examples // 10))
 @given(conversions)
 def test_conversion_keeps_dtype_and_adapters_and_goes_on_after_a_kill(case):

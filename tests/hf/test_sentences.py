@@ -74,6 +74,7 @@ def test_loaded_in_half_precision_constants_stay_in_float32(folder, tmp_path):
     assert {x.dtype for x in core.statistics.buffers() if x.is_floating_point()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_a_folder_that_lln_convert_made_is_opened(folder, tmp_path):
     from sentence_transformers.models import Dense
 

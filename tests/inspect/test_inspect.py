@@ -23,6 +23,8 @@ from lln.report.page import render
 from tests.instruments import models
 from tests.instruments.matrices import gaussian
 
+pytestmark = pytest.mark.slow  # the command: whole models and their pages
+
 TEXT = "To be, or not to be, that is the question: whether 'tis nobler in the mind. " * 20
 
 

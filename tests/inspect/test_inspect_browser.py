@@ -22,7 +22,7 @@ document.body.dataset.seen = JSON.stringify({
   title: getComputedStyle(text[0]).fill});
 """
 
-pytestmark = needs_browser
+pytestmark = [needs_browser, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -279,6 +279,7 @@ def test_bad_inputs_are_refused():
         LLNAttention(4, 8, statistics="fixed").calibrate_(q, k, empty, empty)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

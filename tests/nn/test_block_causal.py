@@ -140,6 +140,7 @@ def test_dropout_keeps_the_zeros():
     assert (core.attention_matrix(q, k).masked_fill(seen(30), 0) == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled(backend):
     core = LLNAttention(2, 8, **CAUSAL, diag_block=4, mix="learned", conv=3)

@@ -160,6 +160,7 @@ def test_padding_on_either_side_gives_the_same():
     torch.testing.assert_close(longer[:, : alone.shape[1]], alone)
 
 
+@pytest.mark.slow
 def test_it_compiles_and_copies():
     q, k, v = qkv(2, 2, 40, 8)
     core = LLNAttention(2, 8, conv=33, diag_block=8)

@@ -14,6 +14,8 @@ import pytest
 
 from tests.waiting import HANGS
 
+pytestmark = pytest.mark.slow  # a process of its own
+
 SCRIPT = """
 import collections, json
 import torch

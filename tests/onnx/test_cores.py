@@ -116,6 +116,7 @@ def test_equal_to_torch(exported, name, lengths):
     check(*exported(name), masked(lengths, max(lengths)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_large_inputs_do_not_overflow(exported, name):
     """Outliers among ordinary keys, one of them in the middle of a tile."""
@@ -125,12 +126,14 @@ def test_large_inputs_do_not_overflow(exported, name):
     check(*exported(name), (q, k, v, mask), factor=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_linear_in_the_length(exported, name):
     _, file = exported(name)
     assert steepest_growth(file, masked([256], 256), masked([1024], 1024)) <= 4.2
 
 
+@pytest.mark.slow
 def test_queries_that_count_are_chosen_inside_the_graph(tmp_path):
     """γ of every sample is measured with some of them; models give the mask of padding."""
 
@@ -147,6 +150,7 @@ def test_queries_that_count_are_chosen_inside_the_graph(tmp_path):
             assert torch.equal(graph(mask)[0], Rows()(mask))
 
 
+@pytest.mark.slow
 def test_softmax_fails_the_test_of_linearity(tmp_path):
     class Softmax(nn.Module):
         def forward(self, q, k, v):

@@ -13,6 +13,8 @@ from tests.hf.tiny import make, padded, text
 from tests.nn.inputs import embeddings, padding
 from tests.onnx.graphs import BATCH, TOKENS, Graph, steepest_growth
 
+pytestmark = pytest.mark.slow  # exports whole models
+
 OPEN = {0: BATCH, 1: TOKENS}
 CLOSE = {"atol": 1e-5, "rtol": 1e-4}
 

@@ -15,7 +15,10 @@ from lln.ops.lln_diag import lln_diag
 from lln.ops.state import State
 from tests.helpers import LENGTHS, assert_matches, random_qkv, random_scales, run_with_grads
 
-blocks = pytest.mark.parametrize("block", [1, 2, 7, 16, 1000])
+slow = pytest.mark.slow
+blocks = pytest.mark.parametrize(
+    "block", [1, 7, 1000, *(pytest.param(n, marks=slow) for n in (2, 16))]
+)
 
 
 def tensors(queries: int, keys: int | None = None, key_heads: int = 2) -> dict:
@@ -60,7 +63,14 @@ def test_the_reference_is_the_rule(block, queries, keys):
 
 
 @pytest.mark.parametrize("normalize_keys", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64,
+        torch.bfloat16,
+        *(pytest.param(x, marks=slow) for x in (torch.float32, torch.float16)),
+    ],
+)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_outputs_and_gradients_are_those_of_the_definition(length, dtype, normalize_keys):
     mask = torch.rand(2, length) > 0.3
@@ -102,7 +112,10 @@ def test_one_block_is_bidirectional_attention(block):
         torch.testing.assert_close(found[name], expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, *(pytest.param(x, marks=slow) for x in (torch.float32, torch.bfloat16))],
+)
 @pytest.mark.parametrize("queries, keys", [(100, 100), (37, 100), (100, 37)])
 @pytest.mark.parametrize("block, causal_block", [(16, 16), (4, 16), (16, 48), (1, 8)])
 def test_lln_diag(block, causal_block, queries, keys, dtype):

@@ -28,6 +28,7 @@ def batches(count: int = 6, tokens: int = 40):
     return [padded(text(2, tokens, seed=seed), 6, "right") for seed in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "llama", "vit"])
 def test_every_stage_comes_closer_and_the_folder_loads(family, tmp_path):
     head = {"bert": "AutoModel", "llama": "AutoModelForCausalLM", "vit": "AutoModel"}[family]

@@ -14,6 +14,8 @@ from lln.hf.conversion.stage import Stage
 from tests.hf.conversion.loud import loud
 from tests.hf.tiny import padded, text
 
+slow = pytest.mark.slow
+
 OPTIONS = {"diag_block": 8, "feature_map": "learned", "learn_scale": True, "slots": 16}
 
 
@@ -38,7 +40,11 @@ def gap(teacher, model, batch) -> float:
 
 # All weights of an encoder: tests/hf/conversion/test_convert.py.
 @pytest.mark.parametrize(
-    ("family", "head", "lora"), [("llama", None, 0), ("llama", None, 4), ("bert", "AutoModel", 4)]
+    ("family", "head", "lora"),
+    [
+        ("llama", None, 0),
+        *(pytest.param(*x, 4, marks=slow) for x in (("llama", None), ("bert", "AutoModel"))),
+    ],
 )
 def test_the_answers_come_closer(family, head, lora):
     teacher, model = pair(family, head)
@@ -203,8 +209,8 @@ def resumed(tmp_path, **options):
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=slow)])
+@pytest.mark.parametrize("lora", [0, pytest.param(4, marks=slow)])
 def test_a_killed_recovery_ends_as_one_that_was_not(lora, dtype, tmp_path):
     """Bit for bit, with samples whose near branch is left out by chance."""
     whole, killed = resumed(tmp_path, lora=lora, dtype=dtype)
@@ -212,7 +218,7 @@ def test_a_killed_recovery_ends_as_one_that_was_not(lora, dtype, tmp_path):
     assert all(x.dtype == killed[name].dtype and x.equal(killed[name]) for name, x in whole.items())
 
 
-@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("lora", [0, pytest.param(4, marks=slow)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_models_in_half_precision_learn_as_others_do(dtype, lora):
     """Their weights are float32 meanwhile: in bfloat16 most updates were rounded away."""

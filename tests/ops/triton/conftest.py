@@ -19,13 +19,21 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Interpreted kernels are slow. `make test` runs the first case of every test but these, which take
 # seconds each; `make test-all` and a GPU run all cases of all.
 LONG = {
-    "test_block_causal": ("test_both_branches",),
+    "test_block_causal": ("test_both_branches", "test_masks_groups_and_unequal_widths"),
     "test_causal": (
+        "test_a_state_stands_for_earlier_keys",
+        "test_carried_sums_underflow_no_more_than_means",
+        "test_causal_lln_diag_with_masks",
         "test_careful_path_with_masks_and_normalized_keys",
         "test_carried_sums_after_a_state",
         "test_carried_sums_with_groups_and_masks",
     ),
-    "test_convolution": ("test_only_what_is_asked_for", "test_opcheck"),
+    "test_convolution": (
+        "test_only_what_is_asked_for",
+        "test_opcheck",
+        "test_strided_values_and_gradients",
+    ),
+    "test_flops": ("test_a_convolution_is_a_product_with_its_taps",),
     "test_fused_convolution": (
         "test_compile_keeps_the_op_whole",
         "test_only_what_is_asked_for",

@@ -9,6 +9,7 @@ from lln_study.bench import check
 from lln_study.bench.cases import Case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "op, impl, dtype",
     [
