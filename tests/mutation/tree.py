@@ -125,7 +125,8 @@ class Tree:
             options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
             watch = Watch(order, LONGEST_FILE)
             status = pytest.main([*options, *files], plugins=[watch])
-            if watch.costs or watch.failed:
+            none_chosen = status == pytest.ExitCode.NO_TESTS_COLLECTED  # all are slow
+            if watch.costs or watch.failed or none_chosen:
                 failed = watch.failed or (f"status {status}" if status in (3, 4) else None)
                 report.write_text(json.dumps({"failed": failed, "costs": watch.costs}))
         finally:
