@@ -13,6 +13,8 @@ CALLS = "tests/test_functional.py tests/test_properties.py"
 TILES = f"tests/ops/test_causal_tiles.py {OPS} {CALLS}"
 TRITON = "tests/ops/triton"
 FUSED = f"{TRITON}/test_fused_convolution.py"
+JOINT = "tests/ops/test_near_far.py tests/test_near_far.py"
+ROUTES = f"{TRITON}/test_devices.py {TRITON}/test_promise.py"
 CORE = "tests/nn/test_attention.py tests/nn/test_running.py tests/nn/test_dropout.py"
 LAYER = "tests/nn/test_multihead.py tests/nn/test_transformer_layers.py"
 ENGINE = "tests/lln_study/train/test_engine.py tests/lln_study/train/test_loop.py"
@@ -21,6 +23,9 @@ TRAINING = f"{ENGINE} tests/lln_study/train/test_resume.py"
 TESTS = {
     "lln/functional.py": f"{CALLS} tests/test_bad_input.py",
     "lln/ops": f"{OPS} {CALLS}",
+    "lln/ops/local.py": f"tests/test_near_far.py {OPS}",
+    "lln/ops/near_far.py": f"{JOINT} {OPS}",
+    "lln/ops/eager/joint": JOINT,
     "lln/ops/convolution.py": "tests/ops/test_convolution.py tests/nn/test_conv.py",
     "lln/ops/registration.py": f"tests/ops/test_derivatives.py tests/ops/test_transforms.py {OPS}",
     "lln/ops/eager/block_diagonal.py": f"tests/ops/test_fused_blocks.py {OPS}",
@@ -32,6 +37,11 @@ TESTS = {
     "lln/ops/eager/triangle/causal_backward.py": TILES,
     "lln/ops/triton": f"{TRITON}/test_registration.py {TRITON}/test_bounds.py "
     f"{TRITON}/test_state.py {TRITON}/test_bidirectional.py",
+    "lln/ops/triton/__init__.py": f"{ROUTES} {TRITON}/test_bidirectional.py",
+    "lln/ops/triton/tiles.py": f"{ROUTES} {TRITON}/test_bidirectional.py {TRITON}/test_causal.py",
+    "lln/ops/triton/launching.py": f"{TRITON}/test_launching.py {TRITON}/test_bidirectional.py",
+    "lln/ops/triton/joint": f"{TRITON}/test_joint.py {TRITON}/test_next_token.py",
+    "lln/ops/triton/blocks/wide_launch.py": f"{TRITON}/test_wide_blocks.py",
     "lln/ops/triton/taps/convolution.py": f"{TRITON}/test_convolution.py {FUSED}",
     "lln/ops/triton/triangle/causal.py": f"{TRITON}/test_causal.py {TRITON}/test_prefill.py",
     "lln/ops/triton/triangle/launch.py": f"{TRITON}/test_causal.py {TRITON}/test_prefill.py",
@@ -44,6 +54,11 @@ TESTS = {
     "lln/ops/triton/moments/statistics.py": f"{TRITON}/test_statistics.py",
     "lln/ops/triton/moments/matching.py": f"{TRITON}/test_matching.py",
     "lln/moments": "tests/moments tests/test_bad_input.py",
+    "lln/nn/presets.py": "tests/test_names.py",
+    **{
+        f"lln/nn/{name}.py": f"tests/nn/test_near_far.py tests/nn/test_rows.py {CORE} {LAYER}"
+        for name in ("attention", "branches", "draw", "levels", "rows")
+    },
     "lln/nn": f"{CORE} {LAYER} tests/nn/test_meta.py tests/nn/test_conv.py",
     "lln_study/train/engine.py": TRAINING,
     "lln_study/train/loop.py": TRAINING,
