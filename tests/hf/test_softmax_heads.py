@@ -168,6 +168,7 @@ def test_kept_heads_have_no_error_and_learn_nothing():
     assert "heads" not in rows[0]
 
 
+@pytest.mark.slow
 def test_the_recorder_shows_the_matrix_that_answers():
     for attention in ("lln", "lln_diag", "lln_nearfar"):
         for options in ({}, {"feature_map": "signs", "slots": 16, "center_keys": True}):

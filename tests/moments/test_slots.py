@@ -8,6 +8,7 @@ import torch
 from lln.moments.slots import MULTIPLES, first_map, simulate, slot_factor
 
 
+@pytest.mark.slow
 def test_entries_of_the_table_are_what_the_simulation_gives():
     for entry in (("rotations", 2, 16, 1.0), ("signs", 4, 32, 4.0)):
         family, multiple, head_dim, variance = entry

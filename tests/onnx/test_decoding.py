@@ -21,6 +21,7 @@ def first_state(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     return empty.log_mass, empty.mean
 
 
+@pytest.mark.slow
 def test_token_by_token_equals_the_whole_sequence(tmp_path):
     core, file = decoder(center_keys=True), tmp_path / "step.onnx"
     inputs = (*qkv(2, 4, 1, 8, kv_heads=2), *first_state(2))

@@ -57,7 +57,10 @@ LONG = {
         "test_wide_heads",
     ),
     "test_matching": ("test_measuring_and_matching_in_two_launches_changes_no_bit",),
-    "test_next_token": ("test_the_memory_is_that_of_the_plain_steps",),
+    "test_next_token": (
+        "test_steps_are_rows_of_the_whole",
+        "test_the_memory_is_that_of_the_plain_steps",
+    ),
     "test_state": ("test_state_and_its_gradients",),
     "test_wide_blocks": (
         "test_any_scale",
