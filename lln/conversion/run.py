@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import hashlib
 import json
 import math
 import re
@@ -21,6 +20,7 @@ from lln.conversion import page
 from lln.conversion.cost import decode_cost, forward_cost
 from lln.conversion.estimate import cost_seconds, seconds_since_start, try_out
 from lln.conversion.judge import Judge, judge_of
+from lln.conversion.row import row_of
 from lln.conversion.settings import Settings
 from lln.conversion.subject import (
     OnDevice,
@@ -376,37 +376,6 @@ def _write(folder: Path, found: Row) -> None:
     """Write what was measured."""
     files.write_text(folder / "conversion.json", json.dumps(found, indent=1, allow_nan=False))
     files.write_text(folder / "report.html", render(page.build(found)))
-
-
-def row_of(found: Mapping[str, Any]) -> Row:
-    """A row of ``results/conversion.jsonl``: what was measured, without curves and texts."""
-    configuration = {**found["settings"], "options": found["options"], "length": found["length"]}
-    configuration |= {"model": found["model"], "data": found["corpus"]}  # wherever they lay
-    if configuration["held_out"]:
-        configuration["held_out"] = Path(configuration["held_out"]).name
-    seed = configuration.pop("seed")
-    text = json.dumps(configuration, sort_keys=True)
-    left_out = ("curves", "texts", "settings", "seed", "near_shares", "needles")
-    errors = {
-        f"layer_error_{name}": sum(values) / len(values)
-        for name, values in found["layer_errors"].items()
-    }
-    return {
-        "subject": "conversion",
-        "mechanism": found["attention"],
-        **{name: value for name, value in found.items() if name not in left_out},
-        **errors,
-        "near_share": _mean(row["near_share"] for row in found["near_shares"]),
-        "needles": found.get("needles", []),
-        "seed": seed,
-        "configuration": configuration,
-        "digest": hashlib.sha256(text.encode()).hexdigest()[:12],
-    }
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    known = list(values)
-    return sum(known) / len(known) if known else None
 
 
 def _is_json(value: Any) -> bool:
