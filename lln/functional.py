@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lln.moments.calibration import check_target, measure_packed_scales, measure_scales
+from lln.moments.calibration import measure_packed_scales, measure_scales
 from lln.moments.levels import match_level
 from lln.ops import triton
 from lln.ops.arguments import (
@@ -79,7 +79,6 @@ def attention(
     q_features: Float[Tensor, "B H N S"] | None = None,
     k_features: Float[Tensor, "B Hkv M S"] | None = None,
     method: Method = "paper",
-    target: str = "product",
     normalize_keys: bool = False,
     impl: str | None = None,
 ) -> Float[Tensor, "B H N E"]:
@@ -118,8 +117,6 @@ def attention(
             ``[B, Hkv, M, S]``: logarithms of positive features, before alpha and beta, which are
             then required; any number of slots S.
         method: "paper", "variance", "entropy" or a :class:`lln.moments.MomentFit`.
-        target: What ``method`` matches: "product", σ_q²σ_k², or "measured", the true variance of
-            the scores (eq. 5), which costs O((N + M) D²) more.
         normalize_keys: Use log_softmax_l(beta k_j) as key features: the unbiased variant.
         impl: "triton", "mixed", "eager" or "reference", obeyed or refused with the reason; None
             takes the fastest that accepts the tensors, which :func:`which` names.
@@ -137,7 +134,6 @@ def attention(
     if q_features is not None and k_features is not None:
         q_features, k_features = autocast(q_features, k_features)
     check_qkv(q, k, v)
-    check_target(target)
     check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k)
     check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q)
     local = read_local(
@@ -148,7 +144,7 @@ def attention(
     causal_block = read_causal_block(causal_block, is_causal=is_causal, local=local)
     weight = read_mix(mix, q.shape[1], q)
     scales = _scales(
-        q, k, alpha, beta, key_mask, query_mask, is_causal, method, target, normalize_keys, impl
+        q, k, alpha, beta, key_mask, query_mask, is_causal, method, normalize_keys, impl
     )
     options = {
         "alpha": scales[0],
@@ -190,7 +186,6 @@ def attention_varlen(
     mix: str | float | Tensor = "average",
     gamma: float | Tensor | None = None,
     method: Method = "paper",
-    target: str = "product",
     normalize_keys: bool = False,
     impl: str | None = None,
 ) -> Float[Tensor, "T H E"]:
@@ -216,7 +211,6 @@ def attention_varlen(
     q, k, v = autocast(q, k, v)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, key_mask, query_mask)
-    check_target(target)
     local = read_local(
         head_dim=q.shape[-1], diag_block=diag_block, diag_overlap=diag_overlap, sinks=sinks,
         scale=scale, mix=mix, gamma=gamma,
@@ -234,7 +228,6 @@ def attention_varlen(
             key_mask=key_mask,
             query_mask=query_mask,
             method=method,
-            target=target,
             normalize_keys=normalize_keys,
             impl=impl,
         )
@@ -440,7 +433,7 @@ def _decodes_in_one_launch(
 
 
 def _scales(
-    q, k, alpha, beta, key_mask, query_mask, is_causal, method, target, normalize_keys, impl
+    q, k, alpha, beta, key_mask, query_mask, is_causal, method, normalize_keys, impl
 ) -> tuple[Tensor, Tensor]:
     check_pair(alpha, beta, is_causal)
     if alpha is not None:
@@ -454,7 +447,6 @@ def _scales(
         key_mask=key_mask,
         query_mask=query_mask,
         method=method,
-        target=target,
         normalize_keys=normalize_keys,
         impl=impl,
     )

@@ -72,12 +72,10 @@ class Mechanism:
 _LLN_DIAG = {
     "causal": False,
     "causal_block": None,
-    "causal_queries": False,
     "diag_block": 64,
     "diag_overlap": 0,
     "sinks": 0,
     "method": "paper",
-    "target": "product",
     "statistics": "sample",
     "alpha": None,
     "beta": None,
@@ -91,12 +89,10 @@ _LLN_DIAG = {
     "conv": 0,
     "learn_scale": False,
     "dropout": 0.0,
-    "diag_dropout": 0.0,
-    "momentum": 0.1,
     "scale": None,
     "impl": None,
 }
-_DIAGONAL = (*("diag_block", "diag_overlap", "sinks", "mix", "gamma", "diag_dropout", "scale"),)
+_DIAGONAL = (*("diag_block", "diag_overlap", "sinks", "mix", "gamma", "scale"),)
 _LLN = {option: value for option, value in _LLN_DIAG.items() if option not in _DIAGONAL}
 
 _THIS_PAPER = "Nahshan et al. 2023, arXiv:2311.13541"

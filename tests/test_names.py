@@ -25,41 +25,6 @@ def inputs(heads: int = 4, key_heads: int = 2, tokens: int = 12, size: int = 8):
     return (torch.randn(2, n, tokens, size) for n in (heads, key_heads, key_heads))
 
 
-# target ---------------------------------------------------------------------------------------
-
-
-def test_target_means_the_same_in_function_and_module():
-    q, k, v = inputs()
-    q = 2 * q * torch.linspace(0.1, 3, 8)
-    k = 2 * k * torch.linspace(0.1, 3, 8)
-    masks = {"key_mask": torch.arange(12) < torch.tensor([[12], [7]])}
-    outputs = {}
-    for target in ("product", "measured"):
-        outputs[target] = lln.attention(q, k, v, target=target, method="entropy", **masks)
-        core = LLNAttention(4, 8, num_kv_heads=2, target=target, method="entropy")
-        torch.testing.assert_close(outputs[target], core(q, k, v, **masks))
-    assert (outputs["product"] - outputs["measured"]).abs().max() > 1e-3
-    with pytest.raises(ValueError, match="target='scores' is unknown"):
-        lln.attention(q, k, v, alpha=1.0, beta=1.0, target="scores")
-
-
-@pytest.mark.parametrize("options", [{}, {"diag_block": 4, "mix": "joint"}], ids=str)
-def test_target_of_packed_sequences_is_that_of_each(options):
-    q, k, v = (x[0].transpose(0, 1) for x in inputs(tokens=15))
-    cu = torch.tensor([0, 4, 4, 15])
-    mask = torch.rand(15) > 0.3
-    mask[:4] = False  # a sequence without a valid token
-    given = {"target": "measured", "method": "entropy", **options}
-    packed = lln.attention_varlen(q, k, v, cu, key_mask=mask, query_mask=mask, **given)
-    for start, end in ((0, 4), (4, 15)):
-        alone = [x[start:end].transpose(0, 1)[None] for x in (q, k, v)]
-        seen = mask[None, start:end]
-        out = lln.attention(*alone, key_mask=seen, query_mask=seen, **given)
-        torch.testing.assert_close(packed[start:end], out[0].transpose(0, 1), rtol=1e-5, atol=1e-6)
-    nothing = lln.attention_varlen(q[:0], k[:0], v[:0], cu[:1], target="measured")
-    assert nothing.shape == (0, 4, 8)
-
-
 # mix ------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ def only(model: nn.Module, branch: str) -> Iterator[None]:
 
     Near alone is softmax over the near keys, far alone LLN over the far ones, each with a
     normaliser of its own. A row without far keys takes its near ones even then, as under
-    ``diag_dropout``: in a decoder those are the first tokens, whose keys are all near. Generation
+    ``near_dropout``: in a decoder those are the first tokens, whose keys are all near. Generation
     follows, its caches too. Layers that kept softmax go on as before.
 
     Args:

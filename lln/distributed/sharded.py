@@ -39,8 +39,6 @@ def attention(
     dimension = layout.over_tokens
     if dimension is None:
         return layout.whole(attend(*own, **options), shape)
-    if options.pop("target", "product") != "product" and options.get("alpha") is None:
-        raise ValueError("target='measured' is refused where tokens are split; give alpha and beta")
     _check_blocks(layout, q.shape[TOKENS], options)
     out = sliced.attention(*own, group=layout.mesh.get_group(dimension), **options)
     return layout.whole(out, shape)

@@ -23,7 +23,7 @@ from lln.ops.arguments import autocast
 from lln.protocols import AttentionCore
 
 # Options that the model decides, in every call or by its layers.
-SET_BY_THE_MODEL = ("causal", "causal_queries", "dropout", "scale", "layer")
+SET_BY_THE_MODEL = ("causal", "dropout", "scale", "layer")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Place:
     head_dim: int
     causal: bool
     max_length: int
-    causal_queries: bool = False
+    is_cross: bool = False
     layer_index: int = 0
     num_layers: int = 1
 
@@ -123,9 +123,10 @@ def attend(
     ) -> Tensor:
         query_mask = None if is_cross or key_mask is None else key_mask[:, -q.shape[2] :]
         options = {"is_causal": is_causal, "dropout": dropout}
-        if rotation is not None and isinstance(core, LLNAttention):
+        if (rotation is not None or is_cross) and isinstance(core, LLNAttention):
             masks = {"key_mask": key_mask, "query_mask": query_mask}
-            out = core.attend(q, k, v, core.draw(q, k, **masks, **options, unrotate=rotation))
+            told = {**masks, **options, "is_cross": is_cross, "unrotate": rotation}
+            out = core.attend(q, k, v, core.draw(q, k, **told))
         else:
             out = core.attend_in_model(q, k, v, key_mask, query_mask, **options)
         if not heads:
@@ -167,7 +168,7 @@ def place_of(
         head_dim=width or config.hidden_size // heads,
         causal=bool(getattr(module, "is_causal", False)) if causal is None else causal,
         max_length=max_length or longest_input(config),
-        causal_queries=is_cross(module),
+        is_cross=is_cross(module),
         layer_index=layer_index,
         num_layers=num_layers,
     )
@@ -222,7 +223,7 @@ def check_options(attention: str, options: dict[str, Any]) -> None:
 def build(attention: str, place: Place, **options: Any) -> Any:
     """Make the core of a mechanism for one layer."""
     check_options(attention, options)
-    if place.causal_queries and options.get("calibrate"):
+    if place.is_cross and options.get("calibrate"):
         raise ValueError(
             f"calibrate=True cannot serve {place.name}, cross-attention: it measures over all "
             "queries, so that in a decoder each would see the ones after it; leave calibrate out"
@@ -234,9 +235,9 @@ def build(attention: str, place: Place, **options: Any) -> Any:
 
 def _build_measuring(attention: str, place: Place, options: dict[str, Any]) -> LLNAttention:
     """Make a core with α and β, which in causal layers must be set before they are used."""
-    ordered = place.causal or place.causal_queries
+    ordered = place.causal or place.is_cross
     kind = options.get("statistics", "fixed" if ordered else "sample")
-    told = {"causal": place.causal, "causal_queries": place.causal_queries, "statistics": kind}
+    told = {"causal": place.causal, "statistics": kind}
     core: Any = LLNAttention(
         place.num_heads,
         place.head_dim,

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from lln import moments
 from lln.instruments.checks import tokens_taking_part
-from lln.moments.calibration import check_target
 from lln.ops.arguments import as_scale
 from lln.ops.reference import repeat_heads
 
 if TYPE_CHECKING:
     from lln.moments import MomentFit
+
+TARGETS = ("product", "measured")
 
 
 def temperature(
@@ -44,7 +45,9 @@ def temperature(
         >>> temperature(q, k)          # [2, 8, 128, 64] -> [2, 8], near 1 for standard normals
     """
     queries, keys = tokens_taking_part(q, k, key_mask, query_mask)
-    check_target(target)
+    if target not in TARGETS:
+        names = " or ".join(repr(name) for name in TARGETS)
+        raise ValueError(f"target={target!r} is unknown; pass {names}")
     k = repeat_heads(k, q.shape[1])
     if target == "measured":
         return moments.score_variance(q, k, key_mask=keys, query_mask=queries).rsqrt()

@@ -12,24 +12,13 @@ from lln.moments.line import MomentFit
 from lln.moments.matching import check_method, kernel_options, match_moments
 from lln.moments.statistics import (
     check_measured,
-    packed_score_variance,
     packed_standard_deviations,
-    score_variance,
     standard_deviations,
 )
 from lln.ops import triton
 from lln.ops.arguments import transforms_active
 from lln.ops.dispatch import may_launch
 from lln.protocols import Call
-
-TARGETS = ("product", "measured")
-
-
-def check_target(target: str) -> None:
-    """Raise at a name for σ_sm² that is not known."""
-    if target not in TARGETS:
-        names = " or ".join(repr(name) for name in TARGETS)
-        raise ValueError(f"target={target!r} is unknown; pass {names}")
 
 
 def measure_scales(
@@ -39,19 +28,19 @@ def measure_scales(
     key_mask: Bool[Tensor, "B M"] | None = None,
     query_mask: Bool[Tensor, "B N"] | None = None,
     method: str | MomentFit = "paper",
-    target: str = "product",
     normalize_keys: bool = False,
     impl: str | None = None,
 ) -> tuple[Float[Tensor, "B H"], Float[Tensor, "B Hkv"]]:
     """Measure q and k per sample and head, and match LLN attention to softmax attention on them.
+
+    σ_sm² is taken as σ_q²σ_k². Its correction C_cross, eq. (5), is in :func:`score_variance`, which
+    :func:`match_moments` takes.
 
     Args:
         q: Queries ``[B, H, N, D]``, any floating dtype.
         k: Keys ``[B, Hkv, M, D]``.
         key_mask, query_mask: True = counts; the content of other tokens never matters.
         method, normalize_keys: See :func:`match_moments`.
-        target: σ_sm² to match: "product", σ_q²σ_k², or "measured", the true variance of the
-            scores, which contains C_cross of eq. (5).
         impl: As in :func:`lln.attention`: "eager" and "reference" launch no kernel of ours.
 
     Returns:
@@ -62,18 +51,14 @@ def measure_scales(
     Example:
         >>> alpha, beta = measure_scales(q, k, method="entropy")    # [2, 8, 9, 64] -> [2, 8] each
     """
-    check_target(target)
     check_measured(q, k, key_mask, query_mask)
     check_method(method)
-    if target == "product" and in_two_launches(q, k, impl):
+    if in_two_launches(q, k, impl):
         options = kernel_options(method, q.shape[-1], normalize_keys)
         return triton.measure(q, k, key_mask=key_mask, query_mask=query_mask, **options)
     sigma_q, sigma_k = standard_deviations(
         q, k, key_mask=key_mask, query_mask=query_mask, impl=impl
     )
-    measured = None
-    if target == "measured":
-        measured = score_variance(q, k, key_mask=key_mask, query_mask=query_mask)
     return match_heads(
         sigma_q,
         sigma_k,
@@ -81,7 +66,6 @@ def measure_scales(
         q.shape[-1],
         method=method,
         normalize_keys=normalize_keys,
-        score_variance=measured,
         impl=impl,
     )
 
@@ -102,7 +86,6 @@ def measure_packed_scales(
     key_mask: Bool[Tensor, " Tk"] | None = None,
     query_mask: Bool[Tensor, " T"] | None = None,
     method: str | MomentFit = "paper",
-    target: str = "product",
     normalize_keys: bool = False,
     impl: str | None = None,
 ) -> tuple[Float[Tensor, "S H"], Float[Tensor, "S Hkv"]]:
@@ -114,10 +97,6 @@ def measure_packed_scales(
     sigma_q, sigma_k = packed_standard_deviations(
         q, k, cu_q, cu_k, key_mask=key_mask, query_mask=query_mask
     )
-    measured = None
-    if target == "measured":
-        masks = {"key_mask": key_mask, "query_mask": query_mask}
-        measured = packed_score_variance(q, k, cu_q, cu_k, **masks)
     return match_heads(
         sigma_q,
         sigma_k,
@@ -125,7 +104,6 @@ def measure_packed_scales(
         q.shape[-1],
         method=method,
         normalize_keys=normalize_keys,
-        score_variance=measured,
         impl=impl,
     )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -60,36 +58,6 @@ def packed_standard_deviations(
     """σ_q (pooled over the heads that share a key head) and σ_k of each sequence."""
     grouped = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [T, Hkv, G·D]
     return _packed_deviation(grouped, cu_q, query_mask), _packed_deviation(k, cu_k, key_mask)
-
-
-def packed_score_variance(
-    q: Float[Tensor, "T H D"],
-    k: Float[Tensor, "Tk Hkv D"],
-    cu_q: Int[Tensor, " S1"],
-    cu_k: Int[Tensor, " S1"],
-    *,
-    key_mask: Bool[Tensor, " Tk"] | None = None,
-    query_mask: Bool[Tensor, " T"] | None = None,
-) -> Float[Tensor, "S Hkv"]:
-    """:func:`score_variance` of each sequence, one after the other: it waits for their lengths."""
-
-    def parts(x: Tensor | None, cu: Tensor) -> list[Any]:
-        lengths = cu.diff().tolist()
-        return [None] * len(lengths) if x is None else list(x.split(lengths))
-
-    found = [
-        score_variance(
-            q_s.transpose(0, 1)[None],
-            k_s.transpose(0, 1)[None],
-            key_mask=None if seen_k is None else seen_k[None],
-            query_mask=None if seen_q is None else seen_q[None],
-        )
-        for q_s, k_s, seen_q, seen_k in zip(
-            *(parts(q, cu_q), parts(k, cu_k), parts(query_mask, cu_q), parts(key_mask, cu_k)),
-            strict=True,
-        )
-    ]
-    return torch.cat(found) if found else q.new_zeros(0, k.shape[1], dtype=compute_dtype(q))
 
 
 def score_variance(

@@ -17,7 +17,11 @@ from lln.nn.draw import Draw, features_by_name, keep_mask, kept_diagonals
 from lln.nn.feature_maps import LOG_FEATURES, FeatureMap, Unrotate, check_feature_map
 from lln.nn.levels import KeyCenter, Level
 from lln.nn.matching import Matching
-from lln.nn.statistics import CAUSAL_NEEDS_STORED_STATISTICS, choose_statistics
+from lln.nn.statistics import (
+    CAUSAL_NEEDS_STORED_STATISTICS,
+    CROSS_NEEDS_STORED_STATISTICS,
+    choose_statistics,
+)
 from lln.ops.arguments import autocast, check_mask, check_qkv, is_dtensor
 from lln.ops.convolution import check_conv, draw_filters_
 from lln.ops.local import read_causal_block, read_local, read_mix
@@ -42,19 +46,16 @@ class LLNAttention(nn.Module):
             causal attention across them, see :func:`lln.attention`. A multiple of ``diag_block``;
             not with ``diag_overlap``, ``sinks`` or ``mix="joint"``. ``conv`` stays causal token by
             token.
-        causal_queries: Cross-attention of a decoder: each query sees all keys, and its output must
-            not depend on the queries after it. Measured over all queries, α and β would let them
-            through, so they are taken as in causal attention, with the same needs.
         diag_block: Block size of the softmax branch of LLN+Diag; None for LLN alone.
         diag_overlap: Keys before and after its block that a query sees there, too (causal: before).
         sinks: Number of first valid keys that every query sees there, too.
         method: "paper", "variance", "entropy" or a fitted line, see :func:`lln.match_moments`.
-        target: "product" matches σ_q²σ_k², "measured" the true variance of the scores (eq. 5).
         statistics: Where α and β come from. "sample": measured in each sample and head.
             "running": averages over the training batches, frozen in evaluation, so that the output
             of a sample never depends on its batch there. "fixed": constants, see ``calibrate_``.
             Before the first batch "running" assumes σ_q = σ_k = 1, as does "fixed" without
-            ``alpha`` and ``beta``.
+            ``alpha`` and ``beta``. Causal attention and cross-attention need one of the last two:
+            measured over all queries, α and β would let each query see the ones after it.
         alpha, beta: For "fixed": a number, or one value per head (``[H]`` and ``[Hkv]``).
         sharpness: Multiplies the matched α and β. In models that were trained with softmax 0.5 to
             0.7 is a better start than the match itself.
@@ -80,11 +81,6 @@ class LLNAttention(nn.Module):
             to γ, all learned from zero; maps with a scale of their own learn the last alone.
         dropout: Probability of dropping an entry of the slot weights A and of the block
             probabilities while training; kept entries are divided by 1 − dropout.
-        diag_dropout: Probability, per sample and while training, of leaving the diagonal branch
-            out: that sample's output is the LLN branch alone, with weight 1 (under "joint" except
-            in rows that have no far key). Nothing is rescaled,
-            and evaluation always uses both. It keeps a model from routing around the LLN branch.
-        momentum: For "running": weight of a new batch; None for the mean over all batches.
         scale: Factor of q·k in the diagonal branch; default 1/√head_dim.
         impl: "triton", "eager" or "reference"; None takes the fastest that accepts the tensors.
 
@@ -99,6 +95,10 @@ class LLNAttention(nn.Module):
     """
 
     fixed_mix: Tensor | None
+    #: Probability, per sample and while training, of leaving the diagonal branch out: the output is
+    #: the LLN branch alone, with weight 1 (under "joint" except in rows that have no far key).
+    #: ``lln.hf.recover(near_dropout=)`` sets it for as long as it runs.
+    near_dropout: float = 0.0
 
     def __init__(
         self,
@@ -108,12 +108,10 @@ class LLNAttention(nn.Module):
         num_kv_heads: int | None = None,
         causal: bool = False,
         causal_block: int | None = None,
-        causal_queries: bool = False,
         diag_block: int | None = None,
         diag_overlap: int = 0,
         sinks: int = 0,
         method: str | MomentFit = "paper",
-        target: str = "product",
         statistics: str = "sample",
         alpha: float | Sequence[float] | Tensor | None = None,
         beta: float | Sequence[float] | Tensor | None = None,
@@ -127,8 +125,6 @@ class LLNAttention(nn.Module):
         conv: int = 0,
         learn_scale: bool = False,
         dropout: float = 0.0,
-        diag_dropout: float = 0.0,
-        momentum: float | None = 0.1,
         scale: float | None = None,
         impl: str | None = None,
         device: torch.device | str | None = None,
@@ -139,12 +135,10 @@ class LLNAttention(nn.Module):
         self.head_dim = head_dim
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.causal = causal
-        self.causal_queries = causal_queries
         self.diag_block = diag_block
         self.mix = _plain_mix(mix)
         self.conv = conv
         self.dropout = dropout
-        self.diag_dropout = diag_dropout
         self.learn_scale = learn_scale
         self.slots = check_feature_map(feature_map, slots, head_dim)
         self.impl = impl
@@ -156,15 +150,14 @@ class LLNAttention(nn.Module):
         self.causal_block = read_causal_block(causal_block, is_causal=causal, local=self.local)
         self.scale = head_dim**-0.5 if self.local is None else self.local.scale
         matching = Matching(
-            num_heads, self.num_kv_heads, head_dim, method, target, normalize_keys, impl,
+            num_heads, self.num_kv_heads, head_dim, method, normalize_keys, impl,
             feature_map, self.slots, sharpness,
         )  # fmt: skip
         self.statistics = choose_statistics(
-            statistics, matching, momentum=momentum, alpha=alpha, beta=beta, device=device
+            statistics, matching, alpha=alpha, beta=beta, device=device
         )
-        if (causal or causal_queries) and statistics == "sample":
+        if causal and statistics == "sample":
             raise ValueError(CAUSAL_NEEDS_STORED_STATISTICS)
-        kept: dict[str, Any] = {"momentum": momentum, "device": device}
         if gamma is not None and statistics != "fixed":
             raise ValueError(
                 f"gamma={gamma} would be ignored: statistics={statistics!r} measures it; "
@@ -172,10 +165,10 @@ class LLNAttention(nn.Module):
             )
         self.level = self.center = None
         if self.local is not None and self.local.joint:
-            options = {"gamma": gamma, "learned": learn_scale, "dtype": dtype, **kept}
+            options = {"gamma": gamma, "learned": learn_scale, "dtype": dtype, "device": device}
             self.level = Level(statistics, self.local, self.statistics, **options)
         if center_keys:
-            self.center = KeyCenter(statistics, self.num_kv_heads, head_dim, **kept)
+            self.center = KeyCenter(statistics, self.num_kv_heads, head_dim, device=device)
         self.features = None
         if feature_map != "identity":
             heads = num_heads, self.num_kv_heads
@@ -254,8 +247,11 @@ class LLNAttention(nn.Module):
         """
         if is_dtensor(q):
             masks: dict[str, Any] = {"key_mask": key_mask, "query_mask": query_mask}
-            options = {"is_causal": self.causal, "dropout": self.dropout}
-            return sharded.attend(self, q, k, v, **masks, **options)
+            options: dict[str, Any] = {
+                "is_causal": self.causal,
+                "is_cross": q.shape[2] != k.shape[2],
+            }
+            return sharded.attend(self, q, k, v, **masks, **options, dropout=self.dropout)
         q, k, v = autocast(q, k, v)
         self._check_inputs(q, k, key_mask, query_mask)
         check_qkv(q, k, v)
@@ -280,8 +276,8 @@ class LLNAttention(nn.Module):
             v: Values ``[B, Hkv, M, E]``.
         """
         masks: dict[str, Any] = {"key_mask": key_mask, "query_mask": query_mask}
-        draw = self.draw(q, k, **masks, is_causal=is_causal, dropout=dropout)
-        return self.attend(q, k, v, draw)
+        options: dict[str, Any] = {"is_causal": is_causal, "is_cross": q.shape[2] != k.shape[2]}
+        return self.attend(q, k, v, self.draw(q, k, **masks, **options, dropout=dropout))
 
     def attention_matrix(
         self,
@@ -301,8 +297,9 @@ class LLNAttention(nn.Module):
         """
         q, k = autocast(q, k)
         self._check_inputs(q, k, key_mask, query_mask)
-        draw = self.draw(q, k, key_mask=key_mask, query_mask=query_mask, is_causal=self.causal)
-        return self.attend_identity(q, k, draw)
+        masks = {"key_mask": key_mask, "query_mask": query_mask}
+        options: dict[str, Any] = {"is_causal": self.causal, "is_cross": q.shape[2] != k.shape[2]}
+        return self.attend_identity(q, k, self.draw(q, k, **masks, **options))
 
     @torch.no_grad()
     def calibrate_(
@@ -353,10 +350,14 @@ class LLNAttention(nn.Module):
         key_mask: Bool[Tensor, "B M"] | None = None,
         query_mask: Bool[Tensor, "B N"] | None = None,
         is_causal: bool = False,
+        is_cross: bool = False,
         dropout: float | None = None,
         unrotate: Unrotate | None = None,
     ) -> Draw:
         """Take the statistics of one forward pass and draw its dropout masks.
+
+        With ``is_cross`` α and β are never measured over the queries at hand: in the
+        cross-attention of a decoder each query would see the ones after it.
 
         ``unrotate`` serves feature maps that see q and k before rotary positions are applied; σ of
         q and k is that of the rotated ones, which differs by the mean of all coordinates alone.
@@ -367,7 +368,9 @@ class LLNAttention(nn.Module):
         """
         batch, dtype = q.shape[0], compute_dtype(q, k)
         masks = {"key_mask": key_mask, "query_mask": query_mask}
-        ordered = is_causal or self.causal_queries
+        if is_cross and self.statistics.per_sample:
+            raise ValueError(CROSS_NEEDS_STORED_STATISTICS)
+        ordered = is_causal or is_cross
         center = None
         if self.center is not None:
             center = self.center(k, key_mask, is_causal=is_causal)
@@ -397,7 +400,7 @@ class LLNAttention(nn.Module):
             is_causal=is_causal,
             mix=self.mix_weight(dtype),
             center=center,
-            diag_kept=kept_diagonals(q, self.diag_dropout if self.training else 0.0),
+            diag_kept=kept_diagonals(q, self.near_dropout if self.training else 0.0),
             slot_dropout=keep_mask(q, self.slots, dropout),
             probability_dropout=keep_mask(q, columns, dropout),
             far=far,
@@ -514,15 +517,11 @@ class LLNAttention(nn.Module):
             raise ValueError(f"mix={self.mix!r} is unknown; choose from {', '.join(MIXES)}")
         if not isinstance(self.mix, str):
             read_mix(torch.tensor(self.mix), self.num_heads, torch.empty(0))
-        for name in ("dropout", "diag_dropout"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not a probability in [0, 1]")
+        if not 0 <= self.dropout <= 1:
+            raise ValueError(f"dropout={self.dropout} is not a probability in [0, 1]")
         check_conv(self.conv, causal=self.causal)
-        if self.diag_block is None and (self.mix != "average" or self.diag_dropout > 0):
-            raise ValueError(
-                f"mix={self.mix!r}, diag_dropout={self.diag_dropout} need the diagonal branch; "
-                "give diag_block as well"
-            )
+        if self.diag_block is None and self.mix != "average":
+            raise ValueError(f"mix={self.mix!r} needs the diagonal branch; give diag_block as well")
 
     def extra_repr(self) -> str:
         """Heads, width, and the options that differ from their defaults."""
@@ -530,7 +529,6 @@ class LLNAttention(nn.Module):
             "num_kv_heads": (self.num_kv_heads, self.num_heads),
             "causal": (self.causal, False),
             "causal_block": (self.causal_block, None),
-            "causal_queries": (self.causal_queries, False),
             "diag_block": (self.diag_block, None),
             "diag_overlap": (self.local.overlap if self.local else 0, 0),
             "sinks": (self.local.sinks if self.local else 0, 0),
@@ -539,7 +537,6 @@ class LLNAttention(nn.Module):
             "conv": (self.conv, 0),
             "learn_scale": (self.learn_scale, False),
             "dropout": (self.dropout, 0.0),
-            "diag_dropout": (self.diag_dropout, 0.0),
             "scale": (self.scale, self.head_dim**-0.5),
             "impl": (self.impl, None),
         }

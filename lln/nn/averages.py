@@ -15,6 +15,8 @@ from torch import Tensor
 
 #: Forward passes of one module that may wait for their backward pass at the same time.
 REMEMBERED_RUNS = 32
+#: The least weight of a new batch: a plain mean over ten batches, an exponential average after it.
+MOMENTUM = 0.1
 
 
 def follow(
@@ -22,7 +24,6 @@ def follow(
     variances: Float[Tensor, "R Hkv"],
     batches: Int[Tensor, ""],
     runs: Float[Tensor, "T 2 R Hkv"],
-    momentum: float | None,
     is_causal: bool,
 ) -> Float[Tensor, "R Hkv"]:
     """The variances that scale this run; in its first run the averages move towards the batch.
@@ -33,7 +34,7 @@ def follow(
             causal runs measured and used; all three are changed in place.
         is_causal: Take the averages as they were before this batch; otherwise the batch itself.
     """
-    return torch.ops.lln.running_variances(batch, variances, batches, runs, momentum, is_causal)
+    return torch.ops.lln.running_variances(batch, variances, batches, runs, is_causal)
 
 
 @torch.no_grad()
@@ -42,7 +43,6 @@ def _follow(
     variances: Tensor,
     batches: Tensor,
     runs: Tensor,
-    momentum: float | None,
     is_causal: bool,
 ) -> Tensor:
     again = _inside_backward()
@@ -54,7 +54,7 @@ def _follow(
         source = variances.clone()
         runs.copy_(torch.cat([torch.stack([batch.to(source), source])[None], runs[:-1]]))
     if not again:
-        _move(batch, variances, batches, momentum)
+        _move(batch, variances, batches)
     return source
 
 
@@ -69,12 +69,10 @@ def _used_by(batch: Tensor, runs: Tensor) -> Tensor:
     return runs[distance.argmin(keepdim=True), 1][0]
 
 
-def _move(batch: Tensor, variances: Tensor, batches: Tensor, momentum: float | None) -> None:
+def _move(batch: Tensor, variances: Tensor, batches: Tensor) -> None:
     usable = batch.isfinite().all()
     batches.add_(usable)
-    share = 1 / batches.clamp(min=1)
-    if momentum is not None:
-        share = share.clamp(min=momentum)
+    share = (1 / batches.clamp(min=1)).clamp(min=MOMENTUM)
     step = torch.where(usable, batch - variances, 0)
     variances.add_(step * share)
 
@@ -84,7 +82,6 @@ def _shapes(
     variances: Tensor,
     batches: Tensor,
     runs: Tensor,
-    momentum: float | None,
     is_causal: bool,
 ) -> Tensor:
     dtype = variances.dtype if is_causal else torch.promote_types(batch.dtype, variances.dtype)
@@ -98,7 +95,7 @@ _TAGS = ("pt2_compliant_tag", "cudagraph_unsafe")  # the latter is unknown to ea
 # copy of what it sees change, and a copy from before the first run does not know that run.
 _LIBRARY.define(
     "running_variances(Tensor batch, Tensor(a!) variances, Tensor(b!) batches, Tensor runs, "
-    "float? momentum, bool is_causal) -> Tensor",
+    "bool is_causal) -> Tensor",
     tags=[getattr(torch.Tag, tag) for tag in _TAGS if hasattr(torch.Tag, tag)],
 )
 _LIBRARY.impl("running_variances", _follow, "CompositeExplicitAutograd")

@@ -41,7 +41,6 @@ class Level(nn.Module):
         *,
         gamma: float | Sequence[float] | Tensor | None,
         learned: bool,
-        momentum: float | None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -54,7 +53,7 @@ class Level(nn.Module):
             first = (
                 per_head("gamma", gamma, heads) if gamma is not None else self._first(statistics)
             )
-            self.stored = Stored(kind, first[None], momentum=momentum, device=device)
+            self.stored = Stored(kind, first[None], device=device)
         self.shift = None
         if learned:
             self.shift = nn.Parameter(torch.zeros(heads, device=device, dtype=dtype))
@@ -136,14 +135,13 @@ class KeyCenter(nn.Module):
         num_kv_heads: int,
         head_dim: int,
         *,
-        momentum: float | None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.stored = None
         if kind != "sample":
             zeros = torch.zeros(num_kv_heads, head_dim, device="cpu")
-            self.stored = Stored(kind, zeros, momentum=momentum, device=device)
+            self.stored = Stored(kind, zeros, device=device)
 
     def reset_parameters(self) -> None:
         """Start again."""

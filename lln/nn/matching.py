@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lln import moments
-from lln.moments.calibration import check_target, match_heads
+from lln.moments.calibration import match_heads
 from lln.moments.slots import slot_factor
 from lln.nn.feature_maps import FAMILY
 
@@ -24,7 +24,6 @@ class Matching:
     num_kv_heads: int
     head_dim: int
     method: str | moments.MomentFit = "paper"
-    target: str = "product"
     normalize_keys: bool = False
     impl: str | None = None
     feature_map: str = "identity"
@@ -36,23 +35,20 @@ class Matching:
             raise ValueError(
                 f"sharpness={self.sharpness} must be positive; 1 is the match, less is flatter"
             )
-        check_target(self.target)
         # An unknown method fails here, and a tabulated one is tabulated before the first batch.
         moments.match_moments(
             1.0, 1.0, self.head_dim, method=self.method, normalize_keys=self.normalize_keys
         )
 
-    def scales(self, variances: Float[Tensor, "R Hkv"]) -> tuple[Tensor, Tensor]:
-        """α ``[H]`` and β ``[Hkv]`` from the rows σ_q², σ_k² (and the variance of the scores)."""
-        deviations = variances[:2].sqrt()
-        measured = variances[2] if self.target == "measured" else None
-        return self.match(deviations[0], deviations[1], measured)
+    def scales(self, variances: Float[Tensor, "2 Hkv"]) -> tuple[Tensor, Tensor]:
+        """α ``[H]`` and β ``[Hkv]`` from the rows σ_q² and σ_k²."""
+        deviations = variances.sqrt()
+        return self.match(deviations[0], deviations[1])
 
     def match(
         self,
         sigma_q: Float[Tensor, "*B Hkv"],
         sigma_k: Float[Tensor, "*B Hkv"],
-        score_variance: Float[Tensor, "*B Hkv"] | None,
     ) -> tuple[Float[Tensor, "*B H"], Float[Tensor, "*B Hkv"]]:
         """α and β for the feature map in use, with ``sharpness``."""
         alpha, beta = match_heads(
@@ -62,14 +58,12 @@ class Matching:
             self.head_dim,
             method=self.method,
             normalize_keys=self.normalize_keys,
-            score_variance=score_variance,
             impl=self.impl,
         )
         if not self.slots_matter:
             return self._sharpened(alpha, beta)
-        variance = (sigma_q * sigma_k) ** 2 if score_variance is None else score_variance
         size = self.head_dim, self.slots
-        found: Any = slot_factor(FAMILY[self.feature_map], *size, variance)
+        found: Any = slot_factor(FAMILY[self.feature_map], *size, (sigma_q * sigma_k) ** 2)
         factor = (self.sharpness * found).to(alpha)
         group = self.num_heads // self.num_kv_heads
         return alpha * factor.repeat_interleave(group, dim=-1), beta * factor
@@ -96,14 +90,12 @@ class Matching:
                 k,
                 **masks,
                 method=self.method,
-                target=self.target,
                 normalize_keys=self.normalize_keys,
                 impl=self.impl,
             )
             return self._sharpened(alpha, beta)
         deviations = moments.standard_deviations(q, k, **masks, impl=self.impl)
-        measured = moments.score_variance(q, k, **masks) if self.target == "measured" else None
-        return self.match(*deviations, measured)
+        return self.match(*deviations)
 
     @torch.no_grad()
     def pooled_variances(
@@ -113,19 +105,15 @@ class Matching:
         *,
         key_mask: Bool[Tensor, "B M"] | None,
         query_mask: Bool[Tensor, "B N"] | None,
-    ) -> Float[Tensor, "R Hkv"]:
+    ) -> Float[Tensor, "2 Hkv"]:
         """The rows that :meth:`scales` reads, averaged over samples; NaN without a valid token."""
         sigma_q, sigma_k = moments.standard_deviations(
             q, k, key_mask=key_mask, query_mask=query_mask, impl=self.impl
         )
-        queries = _valid_tokens(query_mask, q)
         rows = [
-            _weighted_mean(sigma_q.square(), queries),
+            _weighted_mean(sigma_q.square(), _valid_tokens(query_mask, q)),
             _weighted_mean(sigma_k.square(), _valid_tokens(key_mask, k)),
         ]
-        if self.target == "measured":
-            variance = moments.score_variance(q, k, key_mask=key_mask, query_mask=query_mask)
-            rows.append(_weighted_mean(variance, queries))
         return torch.stack(rows)
 
 

@@ -15,7 +15,6 @@ from lln.moments import MomentFit
 from lln.nn import sharded
 from lln.nn.attention import LLNAttention
 from lln.nn.masks import check_causal_mask, pad_nested, unpad_nested, valid_keys
-from lln.nn.statistics import QUERIES_OF_UNKNOWN_ORDER
 from lln.ops.arguments import is_dtensor
 from lln.ops.local import read_causal_block
 
@@ -32,15 +31,12 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first:
             As in torch, where ``dropout`` acts as in :class:`lln.nn.LLNAttention`.
         diag_block, diag_overlap, sinks, mix, gamma, conv: See :class:`lln.nn.LLNAttention`.
-        method, target, statistics, alpha, beta, sharpness, normalize_keys: See there, too.
+        method, statistics, alpha, beta, sharpness, normalize_keys: See there, too.
         feature_map, slots, center_keys: See there, too.
-        learn_scale, diag_dropout, momentum, scale, impl: See there, too. Causality is an argument
-            of ``forward``, as in torch.
+        learn_scale, scale, impl: See there, too. Causality is an argument of ``forward``, as in
+            torch. Cross-attention (``query is not key``) needs statistics="running" or "fixed".
         causal_block: Of calls with ``is_causal=True``, see there, too; an ``attn_mask`` must say
             the same.
-        causal_queries: For cross-attention (``query is not key``), where the module cannot know:
-            True in a decoder, whose queries must not see those after them, see there; False if they
-            may. Left out, cross-attention that would measure its queries is an error.
 
     Numerics: ``need_weights=True`` (torch's default) builds the N×M matrix; pass False to keep the
     cost linear. The output is the same either way.
@@ -68,12 +64,10 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         dtype: torch.dtype | None = None,
         *,
         causal_block: int | None = None,
-        causal_queries: bool | None = None,
         diag_block: int | None = None,
         diag_overlap: int = 0,
         sinks: int = 0,
         method: str | MomentFit = "paper",
-        target: str = "product",
         statistics: str = "sample",
         alpha: float | Sequence[float] | Tensor | None = None,
         beta: float | Sequence[float] | Tensor | None = None,
@@ -86,8 +80,6 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         center_keys: bool = False,
         conv: int = 0,
         learn_scale: bool = False,
-        diag_dropout: float = 0.0,
-        momentum: float | None = 0.1,
         scale: float | None = None,
         impl: str | None = None,
     ) -> None:
@@ -118,16 +110,13 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
                 f"{name}={value} counts positions, and the extra keys of add_bias_kv and "
                 f"add_zero_attn have none; use {name} without them"
             )
-        self.causal_queries = causal_queries
         self.attention = LLNAttention(
             num_heads,
             embed_dim // num_heads,
-            causal_queries=bool(causal_queries),
             diag_block=diag_block,
             diag_overlap=diag_overlap,
             sinks=sinks,
             method=method,
-            target=target,
             statistics=statistics,
             alpha=alpha,
             beta=beta,
@@ -141,8 +130,6 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
             conv=conv,
             learn_scale=learn_scale,
             dropout=dropout,
-            diag_dropout=diag_dropout,
-            momentum=momentum,
             scale=scale,
             impl=impl,
             device=device,
@@ -233,15 +220,17 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         check_causal_mask(
             attn_mask, is_causal=is_causal, queries=queries, keys=keys, causal_block=blocks
         )
-        if not (query_is_key or is_causal):
-            self._check_cross()
         key_mask = valid_keys(key_padding_mask, (k.shape[0], keys))
         query_mask = key_mask if query_is_key else None
         masks: dict[str, Any] = {"key_mask": key_mask, "query_mask": query_mask}
+        order: dict[str, Any] = {
+            "is_causal": is_causal,
+            "is_cross": not (query_is_key or is_causal),
+        }
         if is_dtensor(q):
-            heads, weights = self._attend_sharded(q, k, v, masks, is_causal, need_weights), None
+            heads, weights = self._attend_sharded(q, k, v, masks, order, need_weights), None
         else:
-            heads, weights = self._attend(q, k, v, masks, is_causal, need_weights)
+            heads, weights = self._attend(q, k, v, masks, order, need_weights)
         out = self.out_proj(heads.transpose(1, 2).flatten(2))
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
@@ -255,13 +244,13 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         k: Tensor,
         v: Tensor,
         masks: dict[str, Any],
-        is_causal: bool,
+        order: dict[str, Any],
         need_weights: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Give the output of each head, and its matrix if that is wanted."""
         keys = k.shape[2]
         k, v, masks["key_mask"] = self._add_extra_keys(k, v, masks["key_mask"])
-        draw = self.attention.draw(q, k, **masks, is_causal=is_causal, dropout=self.dropout)
+        draw = self.attention.draw(q, k, **masks, **order, dropout=self.dropout)
         heads = self.attention.attend(q, k, v, draw)
         if not need_weights:
             return heads, None
@@ -273,7 +262,7 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         k: Tensor,
         v: Tensor,
         masks: dict[str, Any],
-        is_causal: bool,
+        order: dict[str, Any],
         need_weights: bool,
     ) -> Tensor:
         """Give the output of each head, where they are split over processes."""
@@ -282,8 +271,7 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
                 "need_weights=True, add_bias_kv and add_zero_attn are refused for DTensors; leave "
                 "them out, with need_weights=False"
             )
-        options = {"is_causal": is_causal, "dropout": self.dropout}
-        return sharded.attend(self.attention, q, k, v, **masks, **options)
+        return sharded.attend(self.attention, q, k, v, **masks, **order, dropout=self.dropout)
 
     @torch.no_grad()
     def calibrate_(
@@ -377,10 +365,6 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
             key_mask = F.pad(key_mask, (extra, 0), value=True)
         return torch.cat(keys, dim=2), torch.cat(values, dim=2), key_mask
 
-    def _check_cross(self) -> None:
-        if self.causal_queries is None and self.attention.statistics.measures:
-            raise ValueError(QUERIES_OF_UNKNOWN_ORDER)
-
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor | None = None) -> None:
         if query.dim() not in (2, 3):
             raise ValueError(
@@ -471,8 +455,6 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
             shown["add_bias_kv"] = True
         if self.add_zero_attn:
             shown["add_zero_attn"] = True
-        if self.causal_queries is not None:
-            shown["causal_queries"] = self.causal_queries
         options = "".join(f", {name}={value}" for name, value in shown.items())
         return f"{self.embed_dim}, {self.num_heads}{options}"
 

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lln import functional
-from lln.nn.statistics import RunningStatistics, SampleStatistics
+from lln.nn.statistics import (
+    CROSS_NEEDS_STORED_STATISTICS,
+    RunningStatistics,
+    SampleStatistics,
+)
 from lln.ops.arguments import hide
 from lln.ops.convolution import convolve_tokens
 
@@ -24,6 +28,7 @@ def attend(
     key_mask: Tensor | None,
     query_mask: Tensor | None,
     is_causal: bool,
+    is_cross: bool,
     dropout: float,
 ) -> Tensor:
     """Attend with q, k and v that are split alike over batch, heads or tokens.
@@ -31,6 +36,8 @@ def attend(
     Parameters are whole on every process, and so are their gradients.
     """
     _check_possible(module, dropout)
+    if is_cross and module.statistics.per_sample:
+        raise ValueError(CROSS_NEEDS_STORED_STATISTICS)
     matching, local = module.statistics.matching, module.local
     options: dict[str, Any] = {
         "key_mask": key_mask,
@@ -38,11 +45,10 @@ def attend(
         "is_causal": is_causal,
         "normalize_keys": matching.normalize_keys,
         "method": matching.method,
-        "target": matching.target,
         "impl": module.impl,
     }
     if isinstance(module.statistics, RunningStatistics) and module.training:
-        ordered = is_causal or module.causal_queries
+        ordered = is_causal or is_cross
         options["alpha"], options["beta"] = _running(module, q, k, key_mask, query_mask, ordered)
     elif not isinstance(module.statistics, SampleStatistics):
         options["alpha"], options["beta"] = module.scales()
@@ -125,11 +131,9 @@ def _check_possible(module: LLNAttention, dropout: float) -> None:
     offset = 0 if module.level is None else module.level.offset
     refused = {
         "dropout": module.training and dropout > 0,
-        "diag_dropout": module.training and module.diag_dropout > 0,
+        "near_dropout": module.training and module.near_dropout > 0,
         "mix='joint' with statistics='running' while training": running
         and module.level is not None,
-        "target='measured' with statistics='running' while training": running
-        and matching.target != "product",
         "feature_map with statistics='sample'": measured and module.features is not None,
         "before_rotation": getattr(module.features, "before_rotation", False),
         "center_keys": module.center is not None,

@@ -25,11 +25,10 @@ CAUSAL_NEEDS_STORED_STATISTICS = (
     "future into every output; use statistics='running' (averages over past batches) or "
     "statistics='fixed' (constants, given or set by calibrate_)"
 )
-QUERIES_OF_UNKNOWN_ORDER = (
-    "query is not key: cross-attention whose α and β would be measured over all queries, and in a "
-    "decoder every output would see the queries after it; construct the module with "
-    "causal_queries=True and statistics='running' or 'fixed' for a decoder, or with "
-    "causal_queries=False if all queries may see each other"
+CROSS_NEEDS_STORED_STATISTICS = (
+    "statistics='sample' cannot serve cross-attention: σ over all queries would let each query of "
+    "a decoder see the ones after it; use statistics='running' (averages over past batches) or "
+    "statistics='fixed' (constants, given or set by calibrate_)"
 )
 NOTHING_STORED = (
     "statistics='sample' measures every sample anew and stores nothing; construct the module with "
@@ -59,11 +58,6 @@ class Statistics(nn.Module):
     #: Whether :meth:`forward` gives every sample its own α and β, in the dtype of the sums.
     per_sample = False
 
-    @property
-    def measures(self) -> bool:
-        """Whether α and β of bidirectional attention now come from the queries and keys at hand."""
-        return False
-
     def reset_parameters(self) -> None:
         """Restore what was stored at construction."""
 
@@ -82,7 +76,7 @@ class Statistics(nn.Module):
         """Replace what is stored by the statistics of these tensors."""
         raise ValueError(NOTHING_STORED)
 
-    def store_variances_(self, variances: Float[Tensor, "R Hkv"]) -> None:
+    def store_variances_(self, variances: Float[Tensor, "2 Hkv"]) -> None:
         """Replace what is stored by what these variances give, rows as of :class:`Matching`."""
         raise ValueError(NOTHING_STORED)
 
@@ -90,7 +84,7 @@ class Statistics(nn.Module):
         """The options of the match that differ from their defaults."""
         options = {
             name: getattr(self.matching, name)
-            for name in ("method", "target", "normalize_keys")
+            for name in ("method", "normalize_keys")
             if getattr(self.matching, name) != getattr(Matching, name)
         }
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
@@ -104,10 +98,6 @@ class SampleStatistics(Statistics):
 
     per_sample = True
 
-    @property
-    def measures(self) -> bool:
-        return True
-
     def forward(self, q, k, *, key_mask=None, query_mask=None, is_causal=False):
         if is_causal:
             raise ValueError(CAUSAL_NEEDS_STORED_STATISTICS)
@@ -117,9 +107,9 @@ class SampleStatistics(Statistics):
 class RunningStatistics(Statistics):
     """α and β from per-head averages of the variances over the batches seen in training.
 
-    After batch t = 1, 2, … the buffer is v ← v + f (v_batch − v) with f = max(momentum, 1/t): a
-    plain mean until 1/t falls below ``momentum``, an exponential average from then on, so the value
-    before the first batch (σ = 1) is forgotten at once. ``momentum=None`` keeps the plain mean.
+    After batch t = 1, 2, … the buffer is v ← v + f (v_batch − v) with f = max(0.1, 1/t): a
+    plain mean over ten batches, an exponential average from then on, so the value before the first
+    batch (σ = 1) is forgotten at once.
 
     ============== ======================= ============================================
     mode           α and β come from       the buffers
@@ -137,11 +127,9 @@ class RunningStatistics(Statistics):
     batches: Tensor
     _runs: Tensor
 
-    def __init__(self, matching: Matching, *, momentum: float | None, device=None) -> None:
+    def __init__(self, matching: Matching, *, device=None) -> None:
         super().__init__(matching)
-        self.momentum = momentum
-        rows = 3 if matching.target == "measured" else 2
-        ones = torch.ones(rows, matching.num_kv_heads, dtype=torch.float32, device=device)
+        ones = torch.ones(2, matching.num_kv_heads, dtype=torch.float32, device=device)
         self.register_buffer("variances", ones)
         self.register_buffer("batches", torch.zeros((), dtype=torch.long, device=device))
         runs = ones.expand(averages.REMEMBERED_RUNS, 2, -1, -1).clone()
@@ -158,10 +146,6 @@ class RunningStatistics(Statistics):
         self.batches.zero_()
         self._runs.fill_(1)
 
-    @property
-    def measures(self) -> bool:
-        return self.training
-
     def forward(self, q, k, *, key_mask=None, query_mask=None, is_causal=False):
         if not self.training:
             alpha, beta = self.stored()
@@ -171,12 +155,10 @@ class RunningStatistics(Statistics):
         return alpha[None], beta[None]
 
     def follow(
-        self, batch: Float[Tensor, "R Hkv"], is_causal: bool
+        self, batch: Float[Tensor, "2 Hkv"], is_causal: bool
     ) -> tuple[Float[Tensor, " H"], Float[Tensor, " Hkv"]]:
         """α and β of a batch in training with these variances; moves the averages."""
-        source = averages.follow(
-            batch, self.variances, self.batches, self._runs, self.momentum, is_causal
-        )
+        source = averages.follow(batch, self.variances, self.batches, self._runs, is_causal)
         return self.matching.scales(source)
 
     def stored(self):
@@ -189,10 +171,6 @@ class RunningStatistics(Statistics):
     def store_variances_(self, variances: Tensor) -> None:
         self.variances.copy_(variances)
         self.batches.fill_(1)
-
-    def extra_repr(self) -> str:
-        options = super().extra_repr()
-        return f"momentum={self.momentum}" + (f", {options}" if options else "")
 
 
 class FixedScales(Statistics):
@@ -213,7 +191,7 @@ class FixedScales(Statistics):
         if (alpha is None) != (beta is None):
             raise ValueError(f"alpha={alpha}, beta={beta}: give both or neither")
         if alpha is None or beta is None:
-            alpha, beta = matching.scales(torch.ones(3, matching.num_kv_heads, device="cpu"))
+            alpha, beta = matching.scales(torch.ones(2, matching.num_kv_heads, device="cpu"))
         alpha = _per_head("alpha", alpha, matching.num_heads)
         beta = _per_head("beta", beta, matching.num_kv_heads)
         self.first = tuple(x if x.is_meta else x.cpu() for x in (alpha, beta))
@@ -282,7 +260,6 @@ def choose_statistics(
     kind: str,
     matching: Matching,
     *,
-    momentum: float | None,
     alpha: float | Sequence[float] | Tensor | None,
     beta: float | Sequence[float] | Tensor | None,
     device: torch.device | str | None,
@@ -290,10 +267,6 @@ def choose_statistics(
     """The module for ``kind``; options that it would ignore are errors."""
     if kind not in KINDS:
         raise ValueError(f"statistics={kind!r} is unknown; choose from {', '.join(KINDS)}")
-    if momentum is not None and not 0 < momentum <= 1:
-        raise ValueError(
-            f"momentum={momentum} is not in (0, 1]; None keeps the mean of all batches"
-        )
     if matching.feature_map in LOG_FEATURES:
         given = {"alpha": alpha is not None, "beta": beta is not None}
         given["sharpness"] = matching.sharpness != 1
@@ -311,5 +284,5 @@ def choose_statistics(
             "use statistics='fixed'"
         )
     if kind == "running":
-        return RunningStatistics(matching, momentum=momentum, device=device)
+        return RunningStatistics(matching, device=device)
     return SampleStatistics(matching)

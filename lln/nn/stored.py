@@ -23,7 +23,6 @@ class Stored(nn.Module):
     Args:
         kind: "running" moves it towards what training batches measure; "fixed" leaves it alone.
         first: What it is before anything was measured.
-        momentum: Weight of a new batch; None for the mean over all batches.
     """
 
     value: Tensor
@@ -35,11 +34,10 @@ class Stored(nn.Module):
         kind: str,
         first: Float[Tensor, "R K"],
         *,
-        momentum: float | None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.kind, self.momentum = kind, momentum
+        self.kind = kind
         self.first = first.detach() if first.is_meta else first.detach().cpu()
         device = torch.get_default_device() if device is None else device
         stored = self.first.to(device, copy=True)
@@ -56,7 +54,7 @@ class Stored(nn.Module):
         if self.kind == "fixed" or not self.training:
             return self.value
         buffers = self.value, self.batches, self._runs
-        return averages.follow(measure(), *buffers, self.momentum, is_causal)
+        return averages.follow(measure(), *buffers, is_causal)
 
     @torch.no_grad()
     def calibrate_(self, name: str, measured: Float[Tensor, "R K"]) -> None:

@@ -55,7 +55,6 @@ CASES = (
     Case("scales and mix", (B, H), {"diag_block": 4}, scales=True),
     Case("causal", (H, B), {"is_causal": True, "diag_block": 4}, scales=True),
     Case("joint", (B, H), JOINT),
-    Case("measured target", (B, H), {"target": "measured"}, masked=True),
     Case("batch and tokens", (B, N), masked=True),
     Case("heads and tokens", (H, N), {"diag_block": 4}, scales=True),
     Case("tokens and heads, causal", (N, H), {"is_causal": True}, scales=True, masked=True),
@@ -146,7 +145,7 @@ MODULES: dict[str, tuple[tuple[Any, Any], dict[str, Any]]] = {
     "recommended": ((B, H), dict(lln.nn.RECOMMENDED) | {"diag_block": 4, "conv": 3}),
     "grouped": ((H, B), {"num_kv_heads": 2, "diag_block": 4, "mix": "learned", "conv": 5}),
     "joint": ((B, H), {"diag_block": 4, "mix": "joint"}),
-    "fixed mix": ((B, H), {"diag_block": 4, "mix": [0.1, 0.2, 0.3, 0.9], "target": "measured"}),
+    "fixed mix": ((B, H), {"diag_block": 4, "mix": [0.1, 0.2, 0.3, 0.9]}),
     "causal": (
         (H, N),
         {
@@ -321,7 +320,6 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         "others": lambda: lln.attention(split, tokens, tokens),
         "key heads": lambda: lln.attention(split, pair, pair),
         "blocks": lambda: lln.attention(tokens, tokens, tokens, diag_block=16),
-        "target": lambda: lln.attention(tokens, tokens, tokens, target="measured"),
         "scale": lambda: lln.attention(split, split, split, alpha=x, beta=x),
         "dropout": lambda: lln.nn.LLNAttention(4, 8, dropout=0.1)(split, split, split),
         "running": lambda: lln.nn.LLNAttention(

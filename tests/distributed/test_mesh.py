@@ -56,7 +56,6 @@ REFUSALS = {
     "others": "batch, heads or tokens must be split alike: k.redistribute",
     "key heads": "1 key heads cannot be split over 2 processes beside 4 query heads",
     "blocks": "16 tokens are split into [8, 8]; with diag_block=16",
-    "target": "target='measured' is refused where tokens are split; give alpha and beta",
     "scale": "alpha has shape [2, 4, 16, 8]; pass a number",
     "dropout": "dropout is refused for DTensors",
     "running": "mix='joint' with statistics='running' while training is refused for DTensors",

@@ -24,7 +24,7 @@ CASES = [
     ("distilbert", "lln_diag", {"statistics": "running", "normalize_keys": True}),
     ("vit", "lln_diag", {"statistics": "fixed", "learn_scale": True}),
     ("gpt2", "lln", {"conv": 4}),
-    ("llama", "lln_diag", {"diag_block": 4, "target": "measured", "statistics": "running"}),
+    ("llama", "lln_diag", {"diag_block": 4, "statistics": "running"}),
     ("qwen3", "lln_diag", {"layers": [1]}),
     ("bert", "lln_nearfar", {"diag_block": 4, "feature_map": "learned", "slots": 24}),
     ("bert", "lln_nearfar", {"diag_block": 4, "feature_map": "rotations", "slots": 16}),

@@ -72,7 +72,10 @@ def test_the_monitor_tells_the_share_of_near_keys():
 def test_a_learned_mix_is_found_in_a_model_whose_diagonal_branch_may_be_dropped():
     """There the branches are computed apart, and the core is a part of the model's layer."""
     model = make("bert").train()
-    lln.hf.replace(model, "lln_diag", diag_block=4, mix="learned", diag_dropout=0.5, quiet=True)
+    lln.hf.replace(model, "lln_diag", diag_block=4, mix="learned", quiet=True)
+    for core in model.modules():
+        if isinstance(core, LLNAttention):
+            core.near_dropout = 0.5
     for label, parameter in model.named_parameters():
         if "mix_logit" in label:
             parameter.data.fill_(2.0)

@@ -12,28 +12,25 @@ METHODS = ("paper", "variance", "entropy", PAPER)
 
 
 @pytest.mark.parametrize("normalize_keys", [False, True])
-@pytest.mark.parametrize("target", ["product", "measured"])
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_is_measuring_and_matching(method, target, normalize_keys):
+def test_is_measuring_and_matching(method, normalize_keys):
     q, k, _ = random_qkv(3, 4, 9, 7, key_heads=2)
     q, k = 1.5 * q + 0.3, k * torch.tensor([0.5, 2.0])[:, None, None]
     masks = {"key_mask": torch.rand(3, 7) > 0.3, "query_mask": torch.rand(3, 9) > 0.3}
     options = {"method": method, "normalize_keys": normalize_keys}
-    alpha, beta = measure_scales(q, k, target=target, **masks, **options)
-    variance = score_variance(q, k, **masks) if target == "measured" else None
-    expected = match_moments(
-        *standard_deviations(q, k, **masks), 8, score_variance=variance, **options
-    )
+    alpha, beta = measure_scales(q, k, **masks, **options)
+    expected = match_moments(*standard_deviations(q, k, **masks), 8, **options)
     assert alpha.shape == (3, 4) and beta.shape == (3, 2)
     torch.testing.assert_close(alpha, expected[0].repeat_interleave(2, dim=1))
     torch.testing.assert_close(beta, expected[1])
 
 
-def test_targets_differ_where_features_go_together():
+def test_the_variance_of_the_scores_is_larger_where_features_go_together():
     profile = torch.linspace(0.1, 3, 16, dtype=torch.float64)
     q, k, _ = (x * profile for x in random_qkv(1, 1, 300, width=16))
     product, _ = measure_scales(q, k, method="entropy")
-    measured, _ = measure_scales(q, k, method="entropy", target="measured")
+    options = {"method": "entropy", "score_variance": score_variance(q, k)}
+    measured, _ = match_moments(*standard_deviations(q, k), 16, **options)
     assert measured.item() > 1.05 * product.item()
 
 
@@ -52,12 +49,11 @@ def test_samples_and_heads_do_not_see_each_other():
 
 def test_is_a_constant_of_the_backward_pass():
     q, k, _ = (x.requires_grad_() for x in random_qkv(1, 2, 5))
-    assert not any(scale.requires_grad for scale in measure_scales(q, k, target="measured"))
+    assert not any(scale.requires_grad for scale in measure_scales(q, k))
 
 
-@pytest.mark.parametrize("target", ["product", "measured"])
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_always_finite(method, target):
+def test_always_finite(method):
     """Constant inputs, one token, no token, no valid token, large inputs."""
     q, k, _ = (x.float() for x in random_qkv(2, 2, 6))
     none = torch.zeros(2, 6, dtype=torch.bool)
@@ -72,7 +68,7 @@ def test_always_finite(method, target):
         (1e-6 * q, 1e-6 * k, {}),
     ]
     for case_q, case_k, masks in cases:
-        for scale in measure_scales(case_q, case_k, method=method, target=target, **masks):
+        for scale in measure_scales(case_q, case_k, method=method, **masks):
             assert scale.isfinite().all() and (scale >= 0).all()
 
 
@@ -87,16 +83,10 @@ def test_compile_keeps_one_graph():
     torch.compiler.reset()
 
     def scales(q, k, mask):
-        return measure_scales(q, k, key_mask=mask, method="entropy", target="measured")
+        return measure_scales(q, k, key_mask=mask, method="entropy")
 
     compiled = torch.compile(scales, fullgraph=True, dynamic=True, backend="eager")
     for tokens in (9, 12):
         q, k, _ = random_qkv(2, 4, tokens, key_heads=2)
         mask = torch.rand(2, tokens) > 0.3
         torch.testing.assert_close(compiled(q, k, mask), scales(q, k, mask))
-
-
-def test_unknown_target_is_explained():
-    q, k, _ = random_qkv()
-    with pytest.raises(ValueError, match=r"target='scores'.*'product' or 'measured'"):
-        measure_scales(q, k, target="scores")

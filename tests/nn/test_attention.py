@@ -16,16 +16,13 @@ from tests.nn.inputs import padding, qkv
 
 
 @pytest.mark.parametrize("normalize_keys", [False, True])
-@pytest.mark.parametrize("target", ["product", "measured"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_sample_statistics_match_the_reference(kv_heads, target, normalize_keys):
-    q, k, v = qkv(2, 4, 13, 8, kv_heads=kv_heads, keys=17, dtype=torch.float64)
-    key_mask, query_mask = padding([17, 9], 17), padding([13, 5], 13)
-    core = LLNAttention(4, 8, num_kv_heads=kv_heads, target=target, normalize_keys=normalize_keys)
+def test_sample_statistics_match_the_reference(kv_heads, normalize_keys):
+    q, k, v = qkv(2, 4, 13, 8, kv_heads=kv_heads, dtype=torch.float64)
+    key_mask, query_mask = padding([13, 9], 13), padding([13, 5], 13)
+    core = LLNAttention(4, 8, num_kv_heads=kv_heads, normalize_keys=normalize_keys)
     masks = {"key_mask": key_mask, "query_mask": query_mask}
-    alpha, beta = moments.measure_scales(
-        q, k, target=target, normalize_keys=normalize_keys, **masks
-    )
+    alpha, beta = moments.measure_scales(q, k, normalize_keys=normalize_keys, **masks)
     expected = reference.bidirectional(
         q, k, v, alpha=alpha, beta=beta, key_mask=key_mask, normalize_keys=normalize_keys
     )
@@ -217,10 +214,9 @@ def test_runs_under_autocast():
 
 
 def test_repr_shows_what_differs_from_the_defaults():
-    text = repr(LLNAttention(4, 8, statistics="running", diag_block=16, dropout=0.1, momentum=0.3))
+    text = repr(LLNAttention(4, 8, statistics="running", diag_block=16, dropout=0.1))
     assert "4, 8, diag_block=16, dropout=0.1" in text
-    assert "RunningStatistics(momentum=0.3" in text
-    assert "mix" not in text and "diag_dropout" not in text and "scale" not in text
+    assert "mix" not in text and "conv" not in text and "scale" not in text
     assert "scale=0.2" in repr(LLNAttention(4, 8, diag_block=16, scale=0.2))
 
 
@@ -229,17 +225,13 @@ def test_repr_shows_what_differs_from_the_defaults():
     [
         ({"statistics": "batch"}, "statistics='batch'.*sample, running, fixed"),
         ({"mix": "max", "diag_block": 4}, "mix='max'.*average, learned"),
-        ({"target": "scores"}, "target='scores'.*'product' or 'measured'"),
         ({"method": "guess"}, "method='guess'"),
         ({"causal": True}, "causal.*running.*fixed"),
         ({"num_kv_heads": 3}, "num_heads=4.*num_kv_heads=3"),
         ({"num_kv_heads": 0}, "num_kv_heads=0"),
         ({"dropout": 1.5}, "dropout=1.5"),
-        ({"diag_dropout": -0.1, "diag_block": 4}, "diag_dropout=-0.1"),
-        ({"diag_dropout": 0.1}, "diag_block"),
         ({"mix": "learned"}, "diag_block"),
         ({"diag_block": 0}, "diag_block=0"),
-        ({"momentum": 0.0, "statistics": "running"}, "momentum=0.0"),
         ({"alpha": 2.0, "beta": 2.0}, "statistics='fixed'"),
         ({"alpha": 2.0, "statistics": "fixed"}, "both or neither"),
         ({"alpha": -1.0, "beta": 2.0, "statistics": "fixed"}, "alpha=-1.0.*not negative"),
@@ -286,7 +278,7 @@ def test_bad_inputs_are_refused():
         {"diag_block": 8, "mix": "learned", "learn_scale": True},
         pytest.param({"statistics": "running", "dropout": 0.1}, marks=pytest.mark.slow),
         pytest.param(
-            {"statistics": "running", "causal": True, "diag_block": 8, "diag_dropout": 0.5},
+            {"statistics": "running", "causal": True, "diag_block": 8},
             marks=pytest.mark.slow,
         ),
     ],

@@ -128,10 +128,11 @@ def test_taps_of_conv_stay_causal_inside_a_block():
 
 
 def test_a_dropped_diagonal_leaves_the_linear_branch():
-    core, (q, k, v) = make("average", diag_dropout=1.0), random_qkv(2, 4, 30, key_heads=2)
-    torch.testing.assert_close(core.train()(q, k, v), make()(q, k, v))
-    kept = make("average", diag_dropout=1e-12).train()
-    torch.testing.assert_close(kept(q, k, v), make("average")(q, k, v))
+    core, (q, k, v) = make("average").train(), random_qkv(2, 4, 30, key_heads=2)
+    core.near_dropout = 1.0
+    torch.testing.assert_close(core(q, k, v), make()(q, k, v))
+    core.near_dropout = 1e-12
+    torch.testing.assert_close(core(q, k, v), make("average")(q, k, v))
 
 
 def test_dropout_keeps_the_zeros():

@@ -90,7 +90,7 @@ def test_causal_training_is_that_without_checkpointing(way):
 @pytest.mark.parametrize("causal", [False, True])
 @ways()
 def test_a_batch_counts_once_with_equal_gradients(way, causal, use_reentrant):
-    core = running(causal=causal, target="measured")
+    core = running(causal=causal)
     twin = copy.deepcopy(core)
     assert_same_training(core, twin, WAYS[way](twin, use_reentrant=use_reentrant))
 

@@ -67,9 +67,9 @@ def test_what_it_cannot_serve_is_refused():
         LLNAttention(4, 8, conv=-1, causal=True, statistics="running")
     q, k, v = qkv(2, 4, 9, 8, keys=7)
     with pytest.raises(ValueError, match="9 queries of 7 keys"):
-        LLNAttention(4, 8, conv=3)(q, k, v)
+        LLNAttention(4, 8, conv=3, statistics="fixed")(q, k, v)
     with pytest.raises(ValueError, match="7 queries of 9 keys"):
-        LLNAttention(4, 8, conv=3)(*qkv(2, 4, 7, 8, keys=9))
+        LLNAttention(4, 8, conv=3, statistics="fixed")(*qkv(2, 4, 7, 8, keys=9))
     with pytest.raises(ValueError, match="9 queries of 7 keys"):
         LLNAttention(4, 8, conv=3, causal=True, statistics="running")(q, k, v)
     with pytest.raises(ValueError, match="conv=3 counts positions"):

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 OPTIONS = [
     {"statistics": "sample", "diag_block": 16},
-    {"statistics": "running", "learn_scale": True, "target": "measured"},
+    {"statistics": "running", "learn_scale": True},
     {"statistics": "running", "causal": True, "diag_block": 16, "mix": "learned"},
     {"statistics": "fixed", "causal": True, "method": "entropy"},
 ]

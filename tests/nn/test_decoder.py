@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import lln
 from lln.nn import LLNAttention, LLNMultiheadAttention
 from tests.nn.inputs import embeddings, padding, qkv
 
@@ -28,53 +29,53 @@ def decode(layer: nn.Module, target: torch.Tensor, **arguments) -> torch.Tensor:
     return layer(target, memory, tgt_mask=mask, tgt_is_causal=True, **arguments)
 
 
-@pytest.mark.parametrize("target", ["product", "measured"])
+@pytest.mark.parametrize("tokens", [7, 5], ids=["fewer keys", "as many keys"])
 @pytest.mark.parametrize("statistics", STORED)
 @pytest.mark.parametrize("train", [True, False])
-def test_the_future_of_the_target_changes_nothing(statistics, train, target):
-    layer = decoder_layer(statistics=statistics, target=target, causal_queries=True)
-    x = embeddings(2, 7, 8)
+def test_the_future_of_the_target_changes_nothing(statistics, train, tokens):
+    layer = decoder_layer(statistics=statistics)
+    x = embeddings(2, tokens, 8)
     decode(layer, 2 * x)  # running statistics that are not those of the start
     layer.train(train)
     twin = copy.deepcopy(layer)
-    changed = torch.cat([x[:, :4], x[:, 4:] + 5 * embeddings(2, 3, 8, seed=2)], dim=1)
+    changed = torch.cat([x[:, :4], x[:, 4:] + 5 * embeddings(2, tokens - 4, 8, seed=2)], dim=1)
     out = decode(layer, x)
     assert (decode(copy.deepcopy(twin), changed)[:, 4:] - out[:, 4:]).abs().max() > 0.1
     torch.testing.assert_close(decode(twin, changed)[:, :4], out[:, :4])
 
 
-def test_cross_attention_that_would_measure_its_queries_must_be_told():
-    x = embeddings(2, 7, 8)
-    with pytest.raises(ValueError, match=r"query is not key.*causal_queries=True.*running.*fixed"):
+@pytest.mark.parametrize("tokens", [7, 5], ids=["fewer keys", "as many keys"])
+def test_cross_attention_that_would_measure_its_queries_is_refused(tokens):
+    x = embeddings(2, tokens, 8)
+    with pytest.raises(ValueError, match=r"cannot serve cross-attention.*running.*fixed"):
         decode(decoder_layer(), x)
-    layer = decoder_layer(statistics="running")
-    with pytest.raises(ValueError, match="causal_queries=False if all queries may"):
-        decode(layer, x)
-    assert decode(layer.eval(), x).isfinite().all()  # the averages: nothing is measured
-    assert decode(decoder_layer(statistics="fixed"), x).isfinite().all()
-    assert decode(decoder_layer(causal_queries=False), x).isfinite().all()
+    for stored in STORED:
+        assert decode(decoder_layer(statistics=stored), x).isfinite().all()
 
 
-@pytest.mark.parametrize("make", [LLNAttention, LLNMultiheadAttention])
-def test_queries_in_order_need_stored_statistics(make):
-    with pytest.raises(ValueError, match=r"leak the future.*running.*fixed"):
-        make(2, 2, causal_queries=True)
+def test_a_core_refuses_to_measure_queries_of_other_tokens():
+    q, k, v = qkv(2, 2, 6, 4, keys=9)
+    core = LLNAttention(2, 4)
+    for attend in (lambda: core(q, k, v), lambda: core.attention_matrix(q, k)):
+        with pytest.raises(ValueError, match=r"cannot serve cross-attention.*running.*fixed"):
+            attend()
+    measured = LLNAttention(2, 4, statistics="fixed").calibrate_(q, k)
+    alpha, beta = measured.scales()
+    torch.testing.assert_close(measured(q, k, v), lln.attention(q, k, v, alpha=alpha, beta=beta))
 
 
-def test_a_core_takes_ordered_queries_by_the_statistics_of_earlier_batches():
-    ordered = LLNAttention(2, 4, statistics="running", causal_queries=True)
+def test_a_core_takes_other_queries_by_the_statistics_of_earlier_batches():
+    ordered = LLNAttention(2, 4, statistics="running")
     q, k, v = qkv(2, 2, 6, 4, keys=9)
     loud = torch.cat([q[:, :, :3], 9 * q[:, :, 3:]], dim=2)
     start = LLNAttention(2, 4, statistics="fixed")(q, k, v)  # sigma = 1, as before any batch
     torch.testing.assert_close(ordered(loud, k, v)[:, :, :3], start[:, :, :3])
     assert ordered.statistics.batches == 1
-    measured = LLNAttention(2, 4, statistics="running")(loud, k, v)
-    assert (measured - start)[:, :, :3].abs().max() > 1e-2
-    assert "causal_queries=True" in repr(ordered)
+    assert (ordered(loud, k, v) - start)[:, :, :3].abs().max() > 1e-2  # of the batch before
 
 
 def test_decoder_layer_trains_and_ignores_padded_memory():
-    layer = decoder_layer(statistics="running", causal_queries=True)
+    layer = decoder_layer(statistics="running")
     target, ignore = embeddings(2, 7, 8), ~padding([5, 2], 5)
     decode(layer, target, memory_key_padding_mask=ignore).sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())

@@ -34,17 +34,19 @@ def test_dropout_drops_whole_slots_of_a_query():
     assert 20 < dropped.sum() < 80
 
 
-@pytest.mark.parametrize("option", ["dropout", "diag_dropout"])
+@pytest.mark.parametrize("option", ["dropout", "near_dropout"])
 def test_nothing_is_dropped_in_evaluation(option):
     q, k, v = qkv(2, 2, 9, 4)
-    core = LLNAttention(2, 4, diag_block=4, **{option: 0.5}).eval()
+    core = LLNAttention(2, 4, diag_block=4).eval()
+    setattr(core, option, 0.5)
     torch.testing.assert_close(core(q, k, v), LLNAttention(2, 4, diag_block=4)(q, k, v))
 
 
-@pytest.mark.parametrize("option", ["dropout", "diag_dropout"])
+@pytest.mark.parametrize("option", ["dropout", "near_dropout"])
 def test_seed_decides_what_is_dropped(option):
     q, k, v = qkv(8, 2, 9, 4)
-    core = LLNAttention(2, 4, diag_block=4, **{option: 0.5})
+    core = LLNAttention(2, 4, diag_block=4)
+    setattr(core, option, 0.5)
 
     def draw(seed):
         torch.manual_seed(seed)
@@ -60,9 +62,10 @@ def test_dropout_of_everything_is_zero():
 
 
 @pytest.mark.parametrize("mix", ["average", "learned"])
-def test_diag_dropout_leaves_the_linear_branch_alone_per_sample(mix):
+def test_near_dropout_leaves_the_linear_branch_alone_per_sample(mix):
     q, k, v = (x.requires_grad_() for x in qkv(64, 2, 9, 4))
-    core = LLNAttention(2, 4, diag_block=4, mix=mix, diag_dropout=0.25)
+    core = LLNAttention(2, 4, diag_block=4, mix=mix)
+    core.near_dropout = 0.25
     linear = LLNAttention(2, 4)(q, k, v)
     both = core.eval()(q, k, v)
     torch.manual_seed(0)
@@ -72,8 +75,8 @@ def test_diag_dropout_leaves_the_linear_branch_alone_per_sample(mix):
     assert (dropped ^ kept).all()
     assert 4 <= dropped.sum() <= 32
 
-    always = LLNAttention(2, 4, diag_block=4, mix=mix, diag_dropout=1.0)
-    torch.testing.assert_close(always(q, k, v), linear)
+    core.near_dropout = 1.0
+    torch.testing.assert_close(core(q, k, v), linear)
     out.square().sum().backward()
     assert all(x.grad.isfinite().all() for x in (q, k, v))
 

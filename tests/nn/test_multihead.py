@@ -31,7 +31,7 @@ def pair(**options) -> tuple[LLNMultiheadAttention, nn.MultiheadAttention]:
     softmax = nn.MultiheadAttention(8, 2, **options)
     for parameter in softmax.parameters():
         nn.init.normal_(parameter)
-    ours = LLNMultiheadAttention(8, 2, causal_queries=False, **options)
+    ours = LLNMultiheadAttention(8, 2, statistics="fixed", **options)
     ours.load_state_dict(softmax.state_dict())
     return ours, softmax
 
@@ -76,7 +76,9 @@ def test_signatures_extend_those_of_torch():
 
 @pytest.mark.parametrize("options", PROJECTIONS)
 def test_weights_load_both_ways(options):
-    ours, softmax = pair(**options)
+    _, softmax = pair(**options)
+    ours = LLNMultiheadAttention(8, 2, **options)
+    ours.load_state_dict(softmax.state_dict())
     back = nn.MultiheadAttention(8, 2, **options)
     back.load_state_dict(ours.state_dict())
     for name, value in softmax.state_dict().items():
@@ -199,15 +201,21 @@ def test_padding_equals_truncation(bool_mask):
 
 
 def test_query_mask_is_taken_from_the_keys_in_self_attention_only():
-    layer = LLNMultiheadAttention(8, 2, batch_first=True, causal_queries=False)
+    layer = LLNMultiheadAttention(8, 2, batch_first=True)
     x = embeddings(1, 6, 8)
     ignore = ~padding([4], 6)
     loud = x.clone()
     loud[:, 4:] *= 100
     quiet = layer(x, x, x, key_padding_mask=ignore)[0][:, :4]
     torch.testing.assert_close(layer(loud, loud, loud, key_padding_mask=ignore)[0][:, :4], quiet)
-    cross = layer(loud.clone(), loud, loud, key_padding_mask=ignore)[0][:, :4]
-    assert (cross - quiet).abs().max() > 1e-3
+    measured = []
+    for query in (loud, loud.clone()):
+        torch.manual_seed(0)
+        layer = LLNMultiheadAttention(8, 2, batch_first=True, statistics="running")
+        layer(query, loud, loud, key_padding_mask=ignore)
+        measured.append(layer.attention.statistics.variances)
+    assert (measured[1][0] > 100 * measured[0][0]).all()  # of queries
+    torch.testing.assert_close(measured[1][1], measured[0][1])  # of keys
 
 
 @pytest.mark.parametrize("statistics", ["running", "fixed"])
@@ -391,7 +399,7 @@ def test_moves_dtype_and_device_like_any_module():
 )
 def test_from_torch_shares_the_weights(arguments):
     theirs = nn.MultiheadAttention(32, 4, **arguments).eval()
-    options = {"method": "entropy", "learn_scale": True, "causal_queries": False}
+    options = {"method": "entropy", "learn_scale": True, "statistics": "fixed"}
     ours = LLNMultiheadAttention.from_torch(theirs, **options)
     shared = dict(theirs.named_parameters())
     assert all(ours.get_parameter(name) is parameter for name, parameter in shared.items())

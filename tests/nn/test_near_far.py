@@ -50,7 +50,7 @@ def test_calibration_stores_what_a_sample_would_measure():
 
 
 def test_running_levels_are_those_of_the_batch_and_then_their_average():
-    core = module(statistics="running", momentum=None, **JOINT)
+    core = module(statistics="running", **JOINT)
     levels = []
     for _ in range(3):
         q, k, _, mask = inputs()
@@ -166,7 +166,8 @@ def test_sharpness_multiplies_the_match():
 
 def test_the_dropped_near_branch_is_chosen_per_sample():
     q, k, v, _ = inputs()
-    core = module(diag_dropout=1.0, **JOINT).train()
+    core = module(**JOINT).train()
+    core.near_dropout = 1.0
     high = module(statistics="fixed", gamma=1e4, alpha=1.0, beta=1.0, **JOINT)
     draw = core.draw(q, k)
     expected = lln.attention(q, k, v, alpha=draw.alpha, beta=draw.beta, gamma=1e4, **JOINT)

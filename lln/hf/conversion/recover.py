@@ -239,13 +239,13 @@ def _trainable(
     training = [module for module in model.modules() if module.training]
     flags = [(x, x.requires_grad, x.grad) for x in model.parameters()]
     dropped: dict[Any, float] = {
-        core: core.diag_dropout for core in cores.values() if isinstance(core, LLNAttention)
+        core: core.near_dropout for core in cores.values() if isinstance(core, LLNAttention)
     }
     weights = {name: x.detach().clone() for name, x in model.named_parameters()}
     model.eval()
     try:
         for core in dropped:
-            core.diag_dropout = near_dropout
+            core.near_dropout = near_dropout
             core.train(near_dropout > 0)
         for x, _, _ in flags:
             x.grad = None  # of another dtype than the weight will be
@@ -263,7 +263,7 @@ def _trainable(
         raise
     finally:
         for core, before in dropped.items():
-            core.diag_dropout = before
+            core.near_dropout = before
         model.eval()
         for module in training:
             module.training = True

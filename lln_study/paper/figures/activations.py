@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lln.instruments import fit_lognormal, measure, temperature
-from lln.moments import measure_scales
+from lln.moments import match_moments, score_variance, standard_deviations
 from lln.records.rows import Row
 from lln.texts import bundled as data
 
@@ -137,9 +137,12 @@ def _describe(q: Tensor, k: Tensor) -> Row:
         "spectral_gap": soft.spectral_gap,
         "column_bias": soft.column_bias,
     }
+    deviations = standard_deviations(q, k)
     for method in ("paper", "variance", "entropy"):
-        for target in ("product", "measured"):
-            alpha, beta = measure_scales(q, k, method=method, target=target)
+        for target, variance in (("product", None), ("measured", score_variance(q, k))):
+            alpha, beta = match_moments(
+                *deviations, q.shape[-1], method=method, score_variance=variance
+            )
             options = {"kernel": "lln", "alpha": alpha, "beta": beta}
             found = measure(q, k, measures=("entropy",), **options).entropy
             values[f"entropy_{method}_{target}"] = found

@@ -93,7 +93,7 @@ def test_mode_flags_and_gradients_are_left_alone():
     assert all(module.training for module in model.modules())
     assert flags == {name: x.requires_grad for name, x in model.named_parameters()}
     assert all(x.grad is None for x in model.parameters())
-    assert all(c.diag_dropout == 0 for c in model.modules() if isinstance(c, lln.nn.LLNAttention))
+    assert all(c.near_dropout == 0 for c in model.modules() if isinstance(c, lln.nn.LLNAttention))
 
 
 def test_the_near_branch_is_left_out_as_often_as_asked(monkeypatch):
