@@ -178,7 +178,6 @@ def attention_varlen(
     key_mask: Bool[Tensor, " Tk"] | None = None,
     query_mask: Bool[Tensor, " T"] | None = None,
     is_causal: bool = False,
-    causal_block: int | None = None,
     diag_block: int | None = None,
     diag_overlap: int = 0,
     sinks: int = 0,
@@ -216,7 +215,6 @@ def attention_varlen(
         scale=scale, mix=mix, gamma=gamma,
     )  # fmt: skip
     check_pair(alpha, beta, is_causal)
-    causal_block = read_causal_block(causal_block, is_causal=is_causal, local=local)
     weight = read_mix(mix, q.shape[1], q)
     sequences, heads, key_heads = len(cu_seqlens_q) - 1, q.shape[1], k.shape[1]
     offsets = cu_seqlens_q, cu_seqlens_k
@@ -239,7 +237,7 @@ def attention_varlen(
         "normalize_keys": normalize_keys,
     }
     plain = local is None or not (local.joint or local.overlap or local.sinks or weight is not None)
-    if plain and causal_block is None:
+    if plain:
         block, scale = (None, 1.0) if local is None else (local.block, local.scale)
         return varlen(q, k, v, *offsets, block=block, scale=scale, **options, impl=impl)
     if local is not None and local.joint:
@@ -249,12 +247,9 @@ def attention_varlen(
             gamma = as_level("gamma", gamma, sequences, heads, q)
 
     def attend(q, k, v, query_mask, gamma, **options):
-        if local is None:
-            del options["is_causal"]
-            return causal(q, k, v, causal_block=causal_block, **options, impl=impl)
+        assert local is not None
         if not local.joint:
-            blocks = {"causal_block": causal_block, **local.options}
-            return lln_diag(q, k, v, mix=weight, **options, **blocks, impl=impl)
+            return lln_diag(q, k, v, mix=weight, **options, **local.options, impl=impl)
         level = _level(q, k, gamma, query_mask, local, **options)
         return near_far(q, k, v, gamma=level, **options, **local.options, impl=impl)
 
@@ -289,7 +284,6 @@ def prefill(
     *,
     alpha: float | Tensor,
     beta: float | Tensor,
-    causal_block: int | None = None,
     key_mask: Bool[Tensor, "B N"] | None = None,
     normalize_keys: bool = False,
     impl: str | None = None,
@@ -305,8 +299,6 @@ def prefill(
         v: Their values ``[B, Hkv, N, E]``.
         state: What came before; None at the start of the stream.
         alpha, beta: As in :func:`attention`; required, since statistics must not see the future.
-        causal_block: As in :func:`attention`. Pieces then hold whole blocks. To compute a block
-            again, as diffusion models do, give the state before it again.
 
     Example:
         >>> out, state = lln.prefill(q, k, v, alpha=2.0, beta=2.0)             # the prompt
@@ -320,13 +312,6 @@ def prefill(
             "of the same new tokens, earlier keys come with state="
         )
     check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k)
-    causal_block = read_causal_block(causal_block, is_causal=True)
-    if causal_block is not None and q.shape[2] % causal_block:
-        raise ValueError(
-            f"a piece of {q.shape[2]} tokens cuts a block of causal_block={causal_block}: its "
-            "tokens see each other, so they must come in one piece. Pass whole blocks; fill up the "
-            "last one of a stream with tokens that key_mask hides, and drop their outputs"
-        )
     scales = {
         "alpha": as_scale("alpha", alpha, q.shape[0], q.shape[1], q),
         "beta": as_scale("beta", beta, k.shape[0], k.shape[1], k),
@@ -349,17 +334,7 @@ def prefill(
     after = added if state is None else state.merge(added)
     if q.shape[2] == 1:
         return read(q, after, alpha=scales["alpha"], impl=impl), after
-    out = causal(
-        q,
-        k,
-        v,
-        **scales,
-        **keys,
-        causal_block=causal_block,
-        state=state,
-        impl=impl,
-    )
-    return out, after
+    return causal(q, k, v, **scales, **keys, state=state, impl=impl), after
 
 
 def which(

@@ -71,7 +71,6 @@ class Mechanism:
 
 _LLN_DIAG = {
     "causal": False,
-    "causal_block": None,
     "diag_block": 64,
     "diag_overlap": 0,
     "sinks": 0,
@@ -105,7 +104,7 @@ _TABLE = (
         "Vaswani et al. 2017, arXiv:1706.03762",
         time="N² d",
         memory="N d (N² with impl='matrix')",
-        options={"impl": "sdpa", "causal": False, "causal_block": None, "conv": 0},
+        options={"impl": "sdpa", "causal": False, "conv": 0},
         source="the paper",
     ),
     Mechanism(

@@ -1,4 +1,4 @@
-"""causal_block= of the public functions: packed, in pieces, and what is refused."""
+"""causal_block= of the public functions, and what is refused."""
 
 from __future__ import annotations
 
@@ -26,79 +26,18 @@ def test_what_a_query_sees(local):
     assert torch.equal(p > 0, seen.expand_as(p))
 
 
-@pytest.mark.parametrize("local", LOCAL)
-@pytest.mark.parametrize("impl", [None, "reference"])
-def test_packed_is_one_by_one(local, impl):
-    q, k, v = (x[0].transpose(0, 1) for x in random_qkv(1, 4, 60, 65, key_heads=2))
-    cu_q, cu_k = torch.tensor([0, 20, 20, 43, 60]), torch.tensor([0, 20, 25, 50, 65])
-    mask = torch.rand(65) > 0.3
-    options = {"is_causal": True, "causal_block": 8, "impl": impl, **SCALES, **local}
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = lln.attention_varlen(*leaves, cu_q, cu_k, key_mask=mask, **options)
-    d_out = torch.randn_like(out)
-    packed = [out, *torch.autograd.grad(out, leaves, d_out)]
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    single = []
-    for s in range(4):
-        rows, keys = slice(cu_q[s], cu_q[s + 1]), slice(cu_k[s], cu_k[s + 1])
-        parts = zip(leaves, (rows, keys, keys), strict=True)
-        one = (x[part].transpose(0, 1)[None] for x, part in parts)
-        single.append(lln.attention(*one, key_mask=mask[None, keys], **options)[0].transpose(0, 1))
-    out = torch.cat(single)
-    for found, expected in zip(
-        packed, [out, *torch.autograd.grad(out, leaves, d_out)], strict=True
-    ):
-        torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("pieces", [[40], [8] * 5, [16, 8, 16]])
-def test_a_stream_in_whole_blocks_is_the_stream(pieces):
-    q, k, v = random_qkv(2, 4, 40, key_heads=2)
-    mask = torch.rand(2, 40) > 0.3
-    expected = lln.attention(q, k, v, is_causal=True, causal_block=8, key_mask=mask, **SCALES)
-    found, state, start = [], None, 0
-    for size in pieces:
-        part = slice(start, start + size)
-        tokens = (x[:, :, part] for x in (q, k, v))
-        out, state = lln.prefill(
-            *tokens, state, causal_block=8, key_mask=mask[:, part], **SCALES
-        )  # fmt: skip
-        found.append(out)
-        start += size
-    torch.testing.assert_close(torch.cat(found, 2), expected)
-
-
-def test_the_last_block_of_a_stream_may_be_filled_up():
-    """What the message says to do with a block that is not whole."""
-    q, k, v = random_qkv(2, 2, 21)
+def test_a_stream_of_blocks_by_its_states():
+    """Each block reads the state up to its own end; again from the state before, as it changes."""
+    q, k, v = random_qkv(2, 4, 21, key_heads=2)
     expected = lln.attention(q, k, v, is_causal=True, causal_block=8, **SCALES)
-    first, state = lln.prefill(*(x[:, :, :16] for x in (q, k, v)), causal_block=8, **SCALES)
-    last = [torch.nn.functional.pad(x[:, :, 16:], (0, 0, 0, 3)) for x in (q, k, v)]
-    with pytest.raises(ValueError, match="a piece of 5 tokens cuts a block of causal_block=8"):
-        lln.prefill(*(x[:, :, 16:] for x in (q, k, v)), state, causal_block=8, **SCALES)
-    mask = (torch.arange(8) < 5).expand(2, -1)
-    rest, _ = lln.prefill(*last, state, causal_block=8, key_mask=mask, **SCALES)
-    torch.testing.assert_close(torch.cat([first, rest[:, :, :5]], 2), expected)
-
-
-def test_a_block_may_be_computed_again_from_the_state_before_it():
-    """As diffusion models denoise a block."""
-    q, k, v = random_qkv(1, 2, 16)
-    noisy = [x[:, :, 8:] + torch.randn(1, 2, 8, 8) for x in (q, k, v)]
-    _, state = lln.prefill(*(x[:, :, :8] for x in (q, k, v)), causal_block=8, **SCALES)
-    lln.prefill(*noisy, state, causal_block=8, **SCALES)
-    out, _ = lln.prefill(*(x[:, :, 8:] for x in (q, k, v)), state, causal_block=8, **SCALES)
-    whole = lln.attention(q, k, v, is_causal=True, causal_block=8, **SCALES)
-    torch.testing.assert_close(out, whole[:, :, 8:])
-
-
-def test_tokens_one_by_one_are_blocks_of_one():
-    q, k, v = random_qkv(1, 2, 3)
-    _, state = lln.prefill(q, k, v, **SCALES)
-    one = [x[:, :, :1] for x in (q, k, v)]
-    expected, _ = lln.prefill(*one, state, **SCALES)
-    out, _ = lln.prefill(*one, state, causal_block=1, **SCALES)
-    assert torch.equal(out, expected)
+    alpha, beta = SCALES["alpha"], SCALES["beta"]
+    found, state = [], lln.State.empty(2, 2, 8, dtype=torch.float64)
+    for part in (slice(0, 8), slice(8, 16), slice(16, 21)):
+        noisy = state.merge(lln.summarize(k[:, :, part] + 1, v[:, :, part] - 1, beta=beta))
+        lln.read(q[:, :, part], noisy, alpha=alpha)
+        state = state.merge(lln.summarize(k[:, :, part], v[:, :, part], beta=beta))
+        found.append(lln.read(q[:, :, part], state, alpha=alpha))
+    torch.testing.assert_close(torch.cat(found, 2), expected)
 
 
 @pytest.mark.parametrize(
@@ -141,9 +80,6 @@ def test_what_is_refused(options, error, message):
         scales = SCALES if call is lln.attention else {}
         with pytest.raises(error, match=message):
             call(q, k, v, **scales, **options)
-    packed = (x[0].transpose(0, 1) for x in (q, k, v))
-    with pytest.raises(error, match=message):
-        lln.attention_varlen(*packed, torch.tensor([0, 9]), **SCALES, **options)
 
 
 def test_statistics_over_the_whole_sequence_would_see_later_blocks():
@@ -164,8 +100,6 @@ def test_which_names_what_runs(monkeypatch):
     assert which(causal_block=1) == "triton"
     with pytest.raises(ValueError, match="causal_block=8; the kernels take 16 and more"):
         which(causal_block=8, impl="triton")
-    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
-    assert lln.which(*packed, is_causal=True, causal_block=8) == "eager"
 
 
 @pytest.mark.parametrize("local", LOCAL)

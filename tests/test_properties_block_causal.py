@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import lln
 from tests import properties
-from tests.properties import SIZES, check_definition, check_masks_and_batches, check_packed, close
+from tests.properties import SIZES, check_definition, check_masks_and_batches, close
 
 
 @dataclass(frozen=True)
@@ -86,26 +86,3 @@ def test_later_blocks_change_nothing(case, first):
         x[:, :, part] = 7.0
     out = lln.attention(q, k, v, key_mask=mask, **case.options)[:, :, :seen]
     close(lln.attention(*others, key_mask=mask, **case.options)[:, :, :seen], out)
-
-
-@given(cases, st.integers(1, 3))
-def test_packed_is_one_by_one(case, sequences):
-    check_packed(case, sequences)
-
-
-@given(cases, st.lists(st.integers(1, 3), min_size=1, max_size=4))
-def test_a_stream_in_whole_blocks_is_the_stream(case, pieces):
-    block = case.block % 8 + 1
-    total = sum(pieces) * block
-    q, k, v, mask = Case(**{**vars(case), "queries": total, "keys": total}).tensors()
-    state, found, start = None, [], 0
-    for size in pieces:
-        part = slice(start, start + size * block)
-        tokens = (x[:, :, part] for x in (q, k, v))
-        out, state = lln.prefill(
-            *tokens, state, causal_block=block, key_mask=mask[:, part], **case.linear
-        )
-        found.append(out)
-        start = part.stop
-    options = {**case.linear, "is_causal": True, "causal_block": block}
-    close(torch.cat(found, 2), lln.attention(q, k, v, key_mask=mask, **options))

@@ -302,7 +302,7 @@ def test_records_are_complete():
 
 
 # Options of LLNAttention that the layer decides; without the diagonal branch its own are left out.
-BY_THE_LAYER = {"num_kv_heads", "device", "dtype"}
+BY_THE_LAYER = {"num_kv_heads", "device", "dtype", "causal_block"}
 DIAGONAL = {
     *("diag_block", "diag_overlap", "sinks", "mix", "gamma", "scale"),
 }

@@ -7,9 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lln.baselines.base import Core, Layer, masked_softmax
-from lln.ops import reference
 from lln.ops.convolution import check_conv, convolve_tokens, draw_filters_
-from lln.ops.local import read_causal_block
 
 IMPLEMENTATIONS = ("sdpa", "matrix")
 
@@ -24,8 +22,6 @@ class Softmax(Core):
 
     Args:
         causal: Query i sees keys j ≤ i + M − N.
-        causal_block: With ``causal``, query i sees all keys of its block of K positions and of
-            those before: j // K ≤ (i + M − N) // K.
         conv: Width of Nyströmformer's convolution of the values, added to the output: tells apart
             what it does for other mechanisms from what they do. 0 leaves it out. Odd unless causal.
     """
@@ -36,7 +32,6 @@ class Softmax(Core):
         *,
         impl: str = "sdpa",
         causal: bool = False,
-        causal_block: int | None = None,
         conv: int = 0,
     ) -> None:
         super().__init__(layer)
@@ -44,7 +39,6 @@ class Softmax(Core):
             raise ValueError(f"impl={impl!r} is unknown; choose from {', '.join(IMPLEMENTATIONS)}")
         check_conv(conv, causal=causal)
         self.impl, self.causal, self.crosses = impl, causal, not conv
-        self.causal_block = read_causal_block(causal_block, is_causal=causal)
         self.conv_weight = None
         if conv:
             self.conv_weight = nn.Parameter(torch.empty(layer.num_heads, conv))
@@ -65,7 +59,7 @@ class Softmax(Core):
         return out + convolve_tokens(v, self.conv_weight, causal=self.causal)
 
     def _softmax(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        seen = visible(q, k, key_mask, causal=self.causal, causal_block=self.causal_block)
+        seen = visible(q, k, key_mask, causal=self.causal)
         if self.impl == "matrix":
             return masked_softmax(q @ k.mT * q.shape[-1] ** -0.5, seen) @ v
         if seen is None:
@@ -81,17 +75,11 @@ def visible(
     key_mask: Tensor | None,
     *,
     causal: bool,
-    causal_block: int | None = None,
 ) -> Tensor | None:
     """True where a query may see a key, ``[B or 1, 1, 1 or N, M]``; None if everywhere."""
     seen = None if key_mask is None else key_mask[:, None, None, :]
     if not causal:
         return seen
     queries, keys = q.shape[2], k.shape[2]
-    if causal_block is not None:
-        past = reference.visible(
-            queries, keys, is_causal=True, causal_block=causal_block, device=q.device
-        )
-        return past if seen is None else seen & past
     triangle = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
     return triangle[None, None] if seen is None else seen & triangle

@@ -207,16 +207,10 @@ def is_core(entry: Mechanism) -> bool:
 def check_options(attention: str, options: dict[str, Any]) -> None:
     """Raise for options that a mechanism does not have, or that the model decides."""
     known = [key for key in zoo.describe(attention).defaults if key not in SET_BY_THE_MODEL]
-    if options.get("causal_block") is not None:
-        raise ValueError(
-            "causal_block= is not possible in Hugging Face models: their masks, caches and "
-            "generate() are causal token by token; lln.attention, lln.prefill and "
-            "lln.nn.LLNAttention take it"
-        )
     for option in options:
         if option not in known:
             reason = "is decided by the model" if option in SET_BY_THE_MODEL else "is not an option"
-            taken = ", ".join(key for key in known if key != "causal_block") or "none"
+            taken = ", ".join(known) or "none"
             raise TypeError(f"{option}= {reason}; {attention!r} takes {taken}")
 
 

@@ -52,19 +52,15 @@ def fields_of_rows(
     sinks: int,
     key_mask: Tensor | None,
     is_causal: bool,
-    causal_block: int | None = None,
 ) -> tuple[Bool[Tensor, "#B 1 r M"], Bool[Tensor, "#B 1 r M"]]:
     """Which keys are near the queries ``index``, and which are far from them."""
     i = index[:, None, :, None] + keys - queries
     j = torch.arange(keys, device=index.device)
     start = i.div(block, rounding_mode="floor") * block
     left, right = j < start - overlap, j >= start + block + overlap
-    outside = left | (right & (not is_causal or causal_block is not None))
-    end = i + 1
-    if causal_block is not None:
-        end = (i.div(causal_block, rounding_mode="floor") + 1) * causal_block
+    outside = left | (right & (not is_causal))
     valid = (j >= 0)[None] if key_mask is None else key_mask
     is_sink = (valid & (valid.cumsum(1) <= sinks))[:, None, None]
-    seen = valid[:, None, None] & ((j < end) if is_causal else torch.ones_like(outside))
+    seen = valid[:, None, None] & ((j <= i) if is_causal else torch.ones_like(outside))
     far = outside & ~is_sink & seen
     return seen & ~far, far

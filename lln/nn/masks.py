@@ -47,7 +47,6 @@ def check_causal_mask(
     is_causal: bool,
     queries: int,
     keys: int,
-    causal_block: int | None = None,
 ) -> None:
     """Accept no mask, or the causal one announced by ``is_causal=True``; refuse all others."""
     if is_causal and queries != keys:
@@ -69,23 +68,16 @@ def check_causal_mask(
             f"attn_mask has shape {list(attn_mask.shape)}; with is_causal=True it must be the "
             f"square causal mask [{queries}, {keys}], or None"
         )
-    if not may_look_at(attn_mask) or _is_causal(attn_mask, causal_block or 1):
+    if not may_look_at(attn_mask) or _is_causal(attn_mask):
         return
-    if causal_block is not None:
-        raise ValueError(
-            f"is_causal=True and causal_block={causal_block}, but attn_mask is not the mask of "
-            "such blocks, which hides the keys j of query i with j // causal_block > "
-            "i // causal_block; leave attn_mask out"
-        )
     raise ValueError(
         "is_causal=True, but attn_mask is not the causal mask (as made by "
         "nn.Transformer.generate_square_subsequent_mask); other masks are not possible"
     )
 
 
-def _is_causal(mask: Tensor, block: int) -> bool:
-    of_block = torch.arange(mask.shape[0]) // block
-    future = of_block[None, :] > of_block[:, None]
+def _is_causal(mask: Tensor) -> bool:
+    future = torch.ones(mask.shape, dtype=torch.bool).triu(1)
     if mask.dtype == torch.bool:
         return torch.equal(mask, future)
     return torch.equal(mask == -torch.inf, future) and not bool(mask.masked_fill(future, 0).any())

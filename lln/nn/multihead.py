@@ -16,7 +16,6 @@ from lln.nn import sharded
 from lln.nn.attention import LLNAttention
 from lln.nn.masks import check_causal_mask, pad_nested, unpad_nested, valid_keys
 from lln.ops.arguments import is_dtensor
-from lln.ops.local import read_causal_block
 
 
 class LLNMultiheadAttention(nn.MultiheadAttention):
@@ -35,8 +34,6 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         feature_map, slots, center_keys: See there, too.
         learn_scale, scale, impl: See there, too. Causality is an argument of ``forward``, as in
             torch. Cross-attention (``query is not key``) needs statistics="running" or "fixed".
-        causal_block: Of calls with ``is_causal=True``, see there, too; an ``attn_mask`` must say
-            the same.
 
     Numerics: ``need_weights=True`` (torch's default) builds the N×M matrix; pass False to keep the
     cost linear. The output is the same either way.
@@ -63,7 +60,6 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        causal_block: int | None = None,
         diag_block: int | None = None,
         diag_overlap: int = 0,
         sinks: int = 0,
@@ -102,7 +98,7 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         )
         # torch's encoder layers run their own softmax kernel in eval mode when this is True.
         self._qkv_same_embed_dim = False
-        counting = {"diag_block": diag_block, "causal_block": causal_block, "conv": conv or None}
+        counting = {"diag_block": diag_block, "conv": conv or None}
         counting = {name: value for name, value in counting.items() if value is not None}
         if counting and (add_bias_kv or add_zero_attn):
             name, value = next(iter(counting.items()))
@@ -134,9 +130,6 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
             impl=impl,
             device=device,
             dtype=dtype,
-        )
-        self.attention.causal_block = read_causal_block(
-            causal_block, is_causal=True, local=self.attention.local
         )
 
     @classmethod
@@ -196,8 +189,7 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
                 the same tokens are also left out of the query statistics; with another ``query``
                 every one of its tokens counts.
             need_weights: Also return the attention matrix, O(L S) time and memory.
-            attn_mask: None, or the square causal mask together with ``is_causal=True``; with
-                ``causal_block`` the mask of its blocks.
+            attn_mask: None, or the square causal mask together with ``is_causal=True``.
             is_causal: Needs ``statistics="running"`` or ``"fixed"``; unlike in torch it may be
                 given without the mask.
 
@@ -216,10 +208,7 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         q, k, v = self._project(query, key, value)
         queries, keys = q.shape[2], k.shape[2]
-        blocks = self.attention.causal_block
-        check_causal_mask(
-            attn_mask, is_causal=is_causal, queries=queries, keys=keys, causal_block=blocks
-        )
+        check_causal_mask(attn_mask, is_causal=is_causal, queries=queries, keys=keys)
         key_mask = valid_keys(key_padding_mask, (k.shape[0], keys))
         query_mask = key_mask if query_is_key else None
         masks: dict[str, Any] = {"key_mask": key_mask, "query_mask": query_mask}

@@ -41,9 +41,8 @@ def row_weights(
     linear = log_products(queries, features, least=LEAST)
     window = (1, 0, 0) if core.local is None else core.local.window
     near, far = fields_of_rows(
-        index, q.shape[2], k.shape[2], *window, draw.key_mask, draw.is_causal,
-        causal_block=core.causal_block if draw.is_causal else None,
-    )  # fmt: skip
+        index, q.shape[2], k.shape[2], *window, draw.key_mask, draw.is_causal
+    )
     seen = near | far
     if core.local is None:
         return _softmax(linear, seen)

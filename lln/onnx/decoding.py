@@ -30,7 +30,7 @@ class DecodingStep(nn.Module):
         if core.causal_block is not None:
             raise ValueError(
                 f"causal_block={core.causal_block} decodes whole blocks, not tokens; export the "
-                "core itself, for whole sequences, or decode in PyTorch with lln.prefill"
+                "core itself, for whole sequences"
             )
         for name, there in (("diag_block", core.local is not None), ("conv", core.conv > 0)):
             if there:

@@ -34,7 +34,8 @@ def causal(
 
     Args:
         causal_block: K, or None for causal attention token by token.
-        state: Keys that came before, from :func:`lln.summarize`; every query sees them.
+        state: Keys that came before, from :func:`lln.summarize`; every query sees them. Not with
+            ``causal_block``.
         slot_dropout: Multiplies the weight of slot l for query i: 0 or 1/(1 − p) per entry.
         impl: "triton", "eager" or "reference"; None takes the fastest that accepts the tensors.
 

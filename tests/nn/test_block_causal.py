@@ -1,4 +1,4 @@
-"""causal_block= of the modules: matrices, branches, masks of torch, the zoo, what is recorded."""
+"""causal_block= of LLNAttention: matrices, branches, what is recorded."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from torch import nn
 
 import lln
 import lln.hf
-from lln.instruments import entropy
 from lln.instruments.recording.recorder import attention_calls
-from lln.nn import LLNAttention, LLNMultiheadAttention
-from lln.nn.rows import row_weights
+from lln.nn import LLNAttention
 from lln.onnx import DecodingStep
 from lln.ops import reference
 from tests.generated import check_generated_code
@@ -59,55 +57,15 @@ def test_the_module_is_the_function(case):
 
 
 @cases
-def test_rows_are_those_of_the_matrix(case):
-    core, (q, k, _) = make(case), random_qkv(2, 4, 30, key_heads=2)
-    index = torch.tensor([[0, 7, 13, 29], [3, 8, 19, 20]])
-    whole = core.attention_matrix(q, k)
-    draw = core.draw(q, k, is_causal=True)
-    found = row_weights(core, q, k, index, draw)
-    wanted = torch.stack([whole[b][:, index[b]] for b in range(2)])
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)
-
-
-@cases
-def test_what_is_recorded_is_the_matrix(case):
+def test_what_cannot_be_measured_is_not_a_number(case):
     core, (q, k, v) = make(case), random_qkv(2, 4, 40, key_heads=2)
-    mask = torch.arange(40) < torch.tensor([[40], [29]])
     with attention_calls(core, samples=2) as calls, torch.no_grad():
-        core(q, k, v, mask, mask)
+        core(q, k, v)
     (call,) = calls
-    assert call.is_causal and call.causal_block == 8
-    if core.local is None:
-        expected = core.attention_matrix(q, k, mask, mask)
-        for sample, tokens in ((0, 40), (1, 29)):
-            matrix = expected[sample, :, :tokens, :tokens]
-            torch.testing.assert_close(call.matrix(sample), matrix, rtol=1e-9, atol=1e-12)
-            found = call.measured(["entropy"])["entropy"][sample]
-            torch.testing.assert_close(found.double(), entropy(matrix), rtol=1e-5, atol=1e-5)
-        assert call.lln_share() is None
-        return
-    p = call.matrix(0)
-    assert torch.equal(p > 0, seen(40)[0].expand_as(p))
-    share = call.lln_share()
-    assert share is not None and ((share > 0) & (share < 1)).all()
-    alone = _norms(core, q, k, v, mask)
-    torch.testing.assert_close(share, alone, rtol=1e-9, atol=1e-12)
-
-
-def _norms(core: LLNAttention, q, k, v, mask) -> torch.Tensor:
-    """The share of LLN in the output by the reference."""
-    draw = core.draw(q, k, key_mask=mask, is_causal=True)
-    k = k if draw.center is None else k - draw.center
-    far = (q, k) if draw.far is None else draw.far
-    linear = reference.block_causal(
-        *far, v, alpha=draw.alpha, beta=draw.beta, causal_block=8, key_mask=mask
-    )  # fmt: skip
-    assert core.local is not None
-    local = reference.block_diagonal(
-        q, k, v, block=core.local.block, scale=core.local.scale, key_mask=mask
-    )
-    first, second = ((x * mask[:, None, :, None]).norm(dim=(-2, -1)) for x in (linear, local))
-    return first / (first + second)
+    assert call.measured(["entropy"])["entropy"].isnan().all()
+    assert call.lln_share() is None
+    with pytest.raises(ValueError, match="its blocks are causal"):
+        call.matrix(0)
 
 
 @pytest.mark.parametrize("case", ["lln", "average"])
@@ -156,65 +114,6 @@ def test_blocks_move_with_padding_and_show_in_the_text():
     assert make(causal_block=1).causal_block is None
 
 
-def multihead(**options) -> LLNMultiheadAttention:
-    torch.manual_seed(0)
-    given = {"batch_first": True, "causal_block": 4, "statistics": "fixed", **options}
-    return LLNMultiheadAttention(16, 2, **given).eval()
-
-
-def block_mask(tokens: int, block: int) -> torch.Tensor:
-    """torch's convention: True is hidden."""
-    return ~seen(tokens, block=block)[0, 0]
-
-
-def test_multihead_takes_it_in_causal_calls():
-    layer, x = multihead(), torch.randn(2, 10, 16)
-    out, weights = layer(x, x, x, is_causal=True)
-    assert torch.equal(weights > 0, seen(10, block=4)[0].expand_as(weights))
-    mask = block_mask(10, 4)
-    assert torch.equal(layer(x, x, x, is_causal=True, attn_mask=mask)[0], out)
-    added = torch.zeros(10, 10).masked_fill(mask, -torch.inf)
-    assert torch.equal(layer(x, x, x, is_causal=True, attn_mask=added)[0], out)
-    assert (layer(x, x, x)[1] > 0).all()
-
-
-def test_a_mask_that_says_something_else_is_refused():
-    layer, x = multihead(), torch.randn(2, 10, 16)
-    triangle = nn.Transformer.generate_square_subsequent_mask(10)
-    with pytest.raises(ValueError, match="causal_block=4, but attn_mask is not the mask of such"):
-        layer(x, x, x, is_causal=True, attn_mask=triangle)
-
-
-def test_encoder_layers_of_torch():
-    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
-    layer.self_attn = multihead()
-    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
-    x = torch.randn(2, 10, 16)
-    out = encoder(x, mask=block_mask(10, 4), is_causal=True)
-    later = torch.cat([x[:, :8], torch.randn(2, 2, 16)], 1)
-    assert torch.equal(encoder(later, mask=block_mask(10, 4), is_causal=True)[:, :8], out[:, :8])
-
-
-@pytest.mark.parametrize(
-    "name, options",
-    [
-        ("softmax", {"impl": "sdpa"}),
-        ("softmax", {"impl": "matrix"}),
-        ("lln", {"statistics": "fixed"}),
-        ("lln_diag", {"statistics": "fixed", "diag_block": 4}),
-    ],
-)
-def test_the_zoo_has_the_same_mask_for_softmax(name, options):
-    blocks = {"causal": True, "causal_block": 8}
-    layer = lln.create(name, dim=16, num_heads=2, max_length=64, **blocks, **options)
-    x = torch.randn(2, 21, 16)
-    p = layer.attention_matrix(x)
-    assert torch.equal(p > 0, seen(21).expand_as(p))
-    mask = torch.arange(21) < torch.tensor([[21], [13]])
-    p = layer.attention_matrix(x, mask)[:, :, :13]
-    assert torch.equal(p > 0, (seen(21) & mask[:, None, None])[:, :, :13].expand_as(p))
-
-
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -232,12 +131,7 @@ def test_what_is_refused(options, message):
 
 
 def test_more_refusals():
-    with pytest.raises(ValueError, match="causal_block=8 is of causal attention"):
-        lln.create("softmax", dim=16, num_heads=2, max_length=64, causal_block=8)
-    for option in ("add_bias_kv", "add_zero_attn"):
-        with pytest.raises(ValueError, match="causal_block=4 counts positions"):
-            multihead(**{option: True})
     with pytest.raises(ValueError, match="causal_block=8 decodes whole blocks"):
         DecodingStep(make())
-    with pytest.raises(ValueError, match="causal_block= is not possible in Hugging Face models"):
+    with pytest.raises(TypeError, match="causal_block= is not an option"):
         lln.hf.replace(nn.Linear(2, 2), "lln", causal_block=8)

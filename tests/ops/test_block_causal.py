@@ -12,7 +12,6 @@ from lln.ops import reference
 from lln.ops.bidirectional import bidirectional
 from lln.ops.causal import causal
 from lln.ops.lln_diag import lln_diag
-from lln.ops.state import State
 from tests.helpers import LENGTHS, assert_matches, random_qkv, random_scales, run_with_grads
 
 slow = pytest.mark.slow
@@ -170,24 +169,6 @@ def test_rows_that_see_nothing_are_zero_and_so_are_their_gradients():
     assert all(x.isfinite().all() for x in found.values())
     assert (found["out"][0, :, :16] == 0).all() and (found["out"][1] == 0).all()
     assert (found["d_q"][0, :, :16] == 0).all() and (found["d_q"][1] == 0).all()
-
-
-def test_keys_of_a_state_come_first():
-    """Gradients reach the state, too."""
-    given, cut = tensors(64), 32
-    d_out = torch.randn(2, 4, 32, 5, dtype=torch.float64)
-
-    def whole(q, k, v, alpha, beta):
-        return causal(q, k, v, alpha=alpha, beta=beta, causal_block=16)[:, :, cut:]
-
-    def pieces(q, k, v, alpha, beta):
-        state = State(*reference.summarize(k[:, :, :cut], v[:, :, :cut], beta=beta))
-        rest = q[:, :, cut:], k[:, :, cut:], v[:, :, cut:]
-        return causal(*rest, alpha=alpha, beta=beta, causal_block=16, state=state)
-
-    found = run_with_grads(pieces, given, d_out)
-    for name, expected in run_with_grads(whole, given, d_out).items():
-        torch.testing.assert_close(found[name], expected)
 
 
 def test_slot_dropout_drops_whole_slots_after_normalisation():

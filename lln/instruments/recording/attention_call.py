@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ from lln.ops.bidirectional import bidirectional
 from lln.ops.causal import causal
 from lln.ops.eager.joint.near_far import near_share_of
 from lln.ops.near_far import near
-from lln.ops.reference import near_field, repeat_heads, visible
+from lln.ops.reference import near_field, repeat_heads
 from lln.protocols import compute_dtype
 
 MEASURABLE = ("softmax", "lln", "near_far")
@@ -96,7 +95,6 @@ class AttentionCall:
         q, k: In float32 or wider; q is scaled so that the softmax scores are qᵀk/√D. Features of
             its own if LLN has some.
         key_mask: True = may be attended.
-        causal_block: Tokens that see each other in causal attention; None for one.
         bias: What is added to the scores where a key mask and causality do not tell it all; −inf
             where a query cannot see a key. Hb is H, or 1 for all heads alike.
         softcap: Scores s become softcap · tanh(s / softcap) before the bias.
@@ -111,7 +109,6 @@ class AttentionCall:
     k: Float[Tensor, "S Hkv M D"]
     key_mask: Bool[Tensor, "S M"] | None = None
     is_causal: bool = False
-    causal_block: int | None = None
     bias: Float[Tensor, "S Hb N M"] | None = None
     softcap: float | None = None
     unreadable: str = ""
@@ -190,7 +187,7 @@ class AttentionCall:
         tokens_taking_part(self.q, self.k, self.keys, self.tokens)  # explains what is not finite
         short = max(self.q.shape[2], self.k.shape[2]) <= DENSE_LIMIT
         needs_matrix = self.bias is not None or self.softcap is not None
-        needs_matrix = needs_matrix or self.kernel == "near_far" or self.causal_block is not None
+        needs_matrix = needs_matrix or self.kernel == "near_far"
         few = short and (self.q.is_cuda or max(self.q.shape[2], self.k.shape[2]) <= FEW_TOKENS)
         if needs_matrix or (few and SPECTRAL.isdisjoint(measures)):
             values = torch.full((len(measures), *self.q.shape[:2]), math.nan)
@@ -273,11 +270,7 @@ class AttentionCall:
         if self.bias is not None:
             bias = self.bias[sample].expand(self.heads, -1, -1)[heads]
             scores = scores + bias[:, queries][:, :, keys]
-        if self.causal_block is not None:
-            sizes = self.q.shape[2], self.k.shape[2]
-            past = visible(*sizes, is_causal=True, causal_block=self.causal_block, device=q.device)
-            scores = scores.masked_fill(~past[0, 0][queries][:, keys], -torch.inf)
-        elif self.is_causal:
+        if self.is_causal:
             triangle = torch.ones_like(scores[0], dtype=torch.bool)
             scores = scores.masked_fill(~triangle.tril(k.shape[1] - q.shape[1]), -torch.inf)
         seeing = (scores > -torch.inf).any(-1).all(0)
@@ -349,13 +342,11 @@ class AttentionCall:
         ‖w LLN‖ / (‖w LLN‖ + ‖(1 − w) Diag‖), Frobenius norms over the valid tokens of a head;
         dropout is left out.
         """
-        if self.branches is None or self.alpha is None or self.beta is None:
+        if self.branches is None or self.alpha is None or self.beta is None or self.unreadable:
             return None
         if self.branches.gamma is not None:  # one normaliser: see near_share
             return None
-        op = bidirectional
-        if self.is_causal:
-            op = functools.partial(causal, causal_block=self.causal_block)
+        op = causal if self.is_causal else bidirectional
         v = self.branches.v
         shared = {"key_mask": self.key_mask, "impl": "eager"}
         linear = op(
@@ -370,8 +361,7 @@ class AttentionCall:
         q = self.q if self.branches.q is None else self.branches.q
         k = self.k if self.branches.k is None else self.branches.k
         window = {"scale": self.branches.scale, **self.branches.window}
-        token_by_token = self.is_causal and self.causal_block is None
-        local = near(q, k, v, **window, is_causal=token_by_token, **shared)
+        local = near(q, k, v, **window, is_causal=self.is_causal, **shared)
         weight = 0.5 if self.branches.mix is None else self.branches.mix
         counted = self.tokens[:, None, :, None]
         norms = [(out * counted).norm(dim=(-2, -1)) for out in (linear, local)]

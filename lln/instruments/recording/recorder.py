@@ -185,7 +185,7 @@ class _Recorder:
             readable(k, n),
             key_mask=None if mask is None else mask[:n].clone(),
             is_causal=op in ("causal", "block_causal") or options.get("is_causal", False),
-            causal_block=options.get("causal_block"),
+            unreadable="its blocks are causal" if options.get("causal_block") else "",
             alpha=readable(options["alpha"], n),
             beta=readable(options["beta"], n),
             normalize_keys=options.get("normalize_keys", False),

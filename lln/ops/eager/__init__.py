@@ -102,7 +102,6 @@ def block_causal(
     causal_block,
     key_mask=None,
     normalize_keys=False,
-    state=None,
     slot_dropout=None,
     wide=False,
 ) -> Tensor:
@@ -111,8 +110,6 @@ def block_causal(
     Far keys end where a window begins: that of a block with an overlap of −K begins at its end.
     """
     before = summarize(k[:, :, :0], v[:, :, :0], beta=beta)
-    if state is not None:
-        before = state.log_mass, state.mean
     out, _ = far_op(
         *(q, k, v, alpha, beta, *before, key_mask, slot_dropout),
         *(normalize_keys, causal_block, -causal_block, 0, True),

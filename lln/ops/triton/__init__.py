@@ -130,8 +130,6 @@ def _refuses_near(call: Call) -> str | None:
 
 def _refuses_causal_blocks(call: Call) -> str | None:
     q, k = call.q, call.k
-    if "state" in call.needs:
-        return "a state before causal blocks has no kernel"
     if q.shape[2] != k.shape[2]:
         return f"{q.shape[2]} queries of {k.shape[2]} keys; the kernels of blocks take equally many"
     if (call.causal_block or 0) < LEAST_SEGMENT:

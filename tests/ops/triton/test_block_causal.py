@@ -61,7 +61,6 @@ def test_both_branches(device):
     [
         ({}, None),
         ({"causal_block": 15}, "causal_block=15"),
-        ({"needs": frozenset({"state"})}, "a state before causal blocks"),
         ({"needs": frozenset({"dropout"})}, "dropout"),
         ({"k": torch.zeros(1, 1, 5, 64, dtype=torch.float16)}, "4 queries of 5 keys"),
         ({"op": "lln_diag", "block": 16}, "causal blocks are not fused"),
