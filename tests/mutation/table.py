@@ -13,9 +13,11 @@ CALLS = "tests/test_functional.py tests/test_properties.py"
 TILES = f"tests/ops/test_causal_tiles.py {OPS} {CALLS}"
 TRITON = "tests/ops/triton"
 FUSED = f"{TRITON}/test_fused_convolution.py"
+CONVOLUTION = "tests/ops/test_convolution.py tests/nn/test_conv.py tests/nn/test_examples.py"
 JOINT = "tests/ops/test_near_far.py tests/test_near_far.py"
 ROUTES = f"{TRITON}/test_devices.py {TRITON}/test_promise.py"
 CORE = "tests/nn/test_attention.py tests/nn/test_running.py tests/nn/test_dropout.py"
+MAPS = "tests/nn/test_near_far.py tests/nn/test_maps_of_others.py tests/nn/test_examples.py"
 LAYER = "tests/nn/test_multihead.py tests/nn/test_transformer_layers.py"
 ENGINE = "tests/lln_study/train/test_engine.py tests/lln_study/train/test_loop.py"
 TRAINING = f"{ENGINE} tests/lln_study/train/test_resume.py"
@@ -26,7 +28,13 @@ TESTS = {
     "lln/ops/local.py": f"tests/test_near_far.py {OPS}",
     "lln/ops/near_far.py": f"{JOINT} {OPS}",
     "lln/ops/eager/joint": JOINT,
-    "lln/ops/convolution.py": "tests/ops/test_convolution.py tests/nn/test_conv.py",
+    "lln/ops/convolution.py": CONVOLUTION,
+    "lln/ops/eager/convolution.py": CONVOLUTION,
+    "lln/ops/eager/threads.py": "tests/ops/test_threads.py tests/ops/test_unwatched.py",
+    "lln/ops/unwatched.py": "tests/ops/test_unwatched.py tests/ops/test_transforms.py",
+    "lln/ops/reference.py": f"{JOINT} tests/ops/test_block_causal.py {OPS}",
+    "lln/ops/lln_diag.py": f"tests/nn/test_attention.py tests/ops/test_fused_blocks.py {OPS}",
+    "lln/ops/arguments.py": f"{OPS} {CALLS} {JOINT} tests/nn/test_multihead.py",
     "lln/ops/registration.py": f"tests/ops/test_derivatives.py tests/ops/test_transforms.py {OPS}",
     "lln/ops/eager/block_diagonal.py": f"tests/ops/test_fused_blocks.py {OPS}",
     "lln/ops/eager/fused_blocks.py": f"tests/ops/test_fused_blocks.py {OPS}",
@@ -35,11 +43,14 @@ TESTS = {
     "lln/ops/eager/triangle/segments.py": TILES,
     "lln/ops/eager/causal.py": TILES,
     "lln/ops/eager/triangle/causal_backward.py": TILES,
+    "lln/ops/triton/blocks": f"{TRITON}/test_lln_diag.py {TRITON}/test_registration.py",
     "lln/ops/triton": f"{TRITON}/test_registration.py {TRITON}/test_bounds.py "
     f"{TRITON}/test_state.py {TRITON}/test_bidirectional.py",
     "lln/ops/triton/__init__.py": f"{ROUTES} {TRITON}/test_bidirectional.py",
-    "lln/ops/triton/tiles.py": f"{ROUTES} {TRITON}/test_bidirectional.py {TRITON}/test_causal.py",
-    "lln/ops/triton/launching.py": f"{TRITON}/test_launching.py {TRITON}/test_bidirectional.py",
+    "lln/ops/triton/tiles.py": f"{ROUTES} {TRITON}/test_bidirectional.py {TRITON}/test_causal.py "
+    f"tests/nn/test_launches.py {TRITON}/test_wide_blocks.py",
+    "lln/ops/triton/launching.py": f"{TRITON}/test_launching.py {TRITON}/test_strides.py "
+    f"{TRITON}/test_bidirectional.py",
     "lln/ops/triton/joint": f"{TRITON}/test_joint.py {TRITON}/test_next_token.py",
     "lln/ops/triton/blocks/wide_launch.py": f"{TRITON}/test_wide_blocks.py",
     "lln/ops/triton/taps/convolution.py": f"{TRITON}/test_convolution.py {FUSED}",
@@ -59,6 +70,11 @@ TESTS = {
         f"lln/nn/{name}.py": f"tests/nn/test_near_far.py tests/nn/test_rows.py {CORE} {LAYER}"
         for name in ("attention", "branches", "draw", "levels", "rows")
     },
+    "lln/nn/feature_maps.py": f"{MAPS} tests/test_saved_files.py {CORE}",
+    "lln/nn/matching.py": f"{MAPS} {CORE}",
+    "lln/nn/stored.py": f"{MAPS} tests/nn/test_checkpointing.py tests/test_saved_files.py",
+    "lln/nn/statistics.py": f"{CORE} {LAYER} tests/nn/test_decoder.py {MAPS}",
+    "lln/nn/sharded.py": "tests/distributed/test_mesh.py",
     "lln/nn": f"{CORE} {LAYER} tests/nn/test_meta.py tests/nn/test_conv.py",
     "lln_study/train/engine.py": TRAINING,
     "lln_study/train/loop.py": TRAINING,
