@@ -188,7 +188,6 @@ class _Recorder:
             causal_block=options.get("causal_block"),
             alpha=readable(options["alpha"], n),
             beta=readable(options["beta"], n),
-            normalize_keys=options.get("normalize_keys", False),
             branches=branches,
         )
 
