@@ -245,8 +245,10 @@ def attention_varlen(
         "key_mask": key_mask,
         "is_causal": is_causal,
     }
-    plain = local is None or not (local.joint or local.overlap or local.sinks or weight is not None)
-    if plain and causal_block is None and not (normalize_keys and local is not None):
+    plain = local is None or not (
+        local.joint or local.overlap or local.sinks or weight is not None or normalize_keys
+    )
+    if plain and causal_block is None:
         if normalize_keys:
             k, options["beta"] = _normalized_packed(k, cu_seqlens_k, options["beta"], key_mask)
         block, scale = (None, 1.0) if local is None else (local.block, local.scale)
@@ -281,7 +283,8 @@ def _normalized_packed(
     k: Tensor, cu_k: Tensor, beta: Tensor, key_mask: Tensor | None
 ) -> tuple[Float[Tensor, "T Hkv D"], Float[Tensor, "S Hkv"]]:
     """Normalised keys of packed sequences, each by its own beta, and the beta = 1 left for them."""
-    of_tokens = beta.repeat_interleave(cu_k.diff(), dim=0, output_size=k.shape[0])
+    lengths = cu_k.diff().to(k.device)
+    of_tokens = beta.repeat_interleave(lengths, dim=0, output_size=k.shape[0])
     mask = None if key_mask is None else key_mask[:, None]
     return normalized_keys(k[:, :, None], of_tokens, mask)[:, :, 0], torch.ones_like(beta)
 

@@ -87,7 +87,7 @@ def attend_far(
     states = [
         summarize_op(
             *(k[:, :, part], v[:, :, part], beta),
-            *(None if key_mask is None else key_mask[:, part], False),
+            None if key_mask is None else key_mask[:, part],
         )
         for part in parts
     ]
@@ -97,4 +97,4 @@ def attend_far(
     )
     tensors = reach.q, reach.k, reach.v, alpha, beta, *seen, reach.key_mask, None
     window = near.block, near.overlap, reach.origin, is_causal
-    return reach.cut(far_op(*tensors, False, *window))
+    return reach.cut(far_op(*tensors, *window))

@@ -98,7 +98,7 @@ class OpenWindow:
             found = far_op(
                 *(line.take(F.pad(q_far, (0, 0, line.width, 0))), line.join(self.k_far, k_far)),
                 *(values, alpha, beta, state.log_mass, state.mean, valid & ~is_sink, None),
-                *(False, *grid, _origin(local), True),
+                *(*grid, _origin(local), True),
             )
             return line.back(found[0], 0), line.back(found[1], -torch.inf)
 

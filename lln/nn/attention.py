@@ -59,7 +59,7 @@ class LLNAttention(nn.Module):
         alpha, beta: For "fixed": a number, or one value per head (``[H]`` and ``[Hkv]``).
         sharpness: Multiplies the matched α and β. In models that were trained with softmax 0.5 to
             0.7 is a better start than the match itself.
-        normalize_keys: Use log_softmax_l(β k) as key features, the unbiased variant.
+        normalize_keys: Use ln D + log_softmax_l(β k) as key features, the unbiased variant.
         mix: How the branches are put together, as in :func:`lln.attention`: "average"; the weight
             of LLN, a number or one per head; or "joint", one normaliser for both, softmax weights
             for near keys and LLN's for far ones. Here also "learned": the weight of LLN in head h

@@ -99,7 +99,7 @@ def summarize(
         v: Values ``[B, Hkv, M, E]``.
         beta: A number, ``[Hkv]`` or ``[B, Hkv]``, from :func:`lln.match_moments`.
         key_mask: True = may be attended; masking a key equals leaving it out.
-        normalize_keys: Use log_softmax_l(beta k_j) as key features: the unbiased variant.
+        normalize_keys: Use ln D + log_softmax_l(beta k_j) as key features: the unbiased variant.
         impl: "triton", "eager" or "reference"; None takes the fastest that accepts the tensors.
 
     Example:

@@ -25,6 +25,7 @@ TESTS = {
     "lln/ops": f"{OPS} {CALLS}",
     "lln/ops/local.py": f"tests/test_near_far.py {OPS}",
     "lln/ops/near_far.py": f"{JOINT} {OPS}",
+    "lln/ops/normalized_keys.py": "tests/test_normalized_keys.py",
     "lln/ops/eager/joint": JOINT,
     "lln/ops/convolution.py": "tests/ops/test_convolution.py tests/nn/test_conv.py",
     "lln/ops/registration.py": f"tests/ops/test_derivatives.py tests/ops/test_transforms.py {OPS}",
