@@ -31,6 +31,7 @@ from lln.ops.eager.varlen import in_groups
 from lln.ops.lln_diag import lln_diag
 from lln.ops.local import Local, check_level, read_causal_block, read_local, read_mix
 from lln.ops.near_far import near_far
+from lln.ops.normalized_keys import normalized_keys
 from lln.ops.state import State, read, summarize
 from lln.ops.varlen import check_packed, check_packed_qkv, varlen
 from lln.protocols import Call
@@ -117,7 +118,7 @@ def attention(
             ``[B, Hkv, M, S]``: logarithms of positive features, before alpha and beta, which are
             then required; any number of slots S.
         method: "paper", "variance", "entropy" or a :class:`lln.moments.MomentFit`.
-        normalize_keys: Use log_softmax_l(beta k_j) as key features: the unbiased variant.
+        normalize_keys: Use ln D + log_softmax_l(beta k_j) as key features: the unbiased variant.
         impl: "triton", "mixed", "eager" or "reference", obeyed or refused with the reason; None
             takes the fastest that accepts the tensors, which :func:`which` names.
 
@@ -146,12 +147,12 @@ def attention(
     scales = _scales(
         q, k, alpha, beta, key_mask, query_mask, is_causal, method, normalize_keys, impl
     )
-    options = {
-        "alpha": scales[0],
-        "beta": scales[1],
-        "key_mask": key_mask,
-        "normalize_keys": normalize_keys,
-    }
+    alpha, beta = scales
+    if normalize_keys:
+        q_features = q if q_features is None else q_features
+        k_features = normalized_keys(k if k_features is None else k_features, beta, key_mask)
+        beta = torch.ones_like(beta)
+    options = {"alpha": alpha, "beta": beta, "key_mask": key_mask}
     if local is None:
         features = q if q_features is None else q_features, k if k_features is None else k_features
         if is_causal:
@@ -234,10 +235,13 @@ def attention_varlen(
         "beta": as_scale("beta", beta, sequences, key_heads, k),
         "key_mask": key_mask,
         "is_causal": is_causal,
-        "normalize_keys": normalize_keys,
     }
-    plain = local is None or not (local.joint or local.overlap or local.sinks or weight is not None)
+    plain = local is None or not (
+        local.joint or local.overlap or local.sinks or weight is not None or normalize_keys
+    )
     if plain:
+        if normalize_keys:
+            k, options["beta"] = _normalized_packed(k, cu_seqlens_k, options["beta"], key_mask)
         block, scale = (None, 1.0) if local is None else (local.block, local.scale)
         return varlen(q, k, v, *offsets, block=block, scale=scale, **options, impl=impl)
     if local is not None and local.joint:
@@ -248,6 +252,9 @@ def attention_varlen(
 
     def attend(q, k, v, query_mask, gamma, **options):
         assert local is not None
+        if normalize_keys:
+            k_far = normalized_keys(k, options["beta"], options["key_mask"])
+            options |= {"q_far": q, "k_far": k_far, "beta": torch.ones_like(options["beta"])}
         if not local.joint:
             return lln_diag(q, k, v, mix=weight, **options, **local.options, impl=impl)
         level = _level(q, k, gamma, query_mask, local, **options)
@@ -257,9 +264,19 @@ def attention_varlen(
     return in_groups(attend, q, k, v, *offsets, query_mask=query_mask, **per_sequence, **options)
 
 
+def _normalized_packed(
+    k: Tensor, cu_k: Tensor, beta: Tensor, key_mask: Tensor | None
+) -> tuple[Float[Tensor, "T Hkv D"], Float[Tensor, "S Hkv"]]:
+    """Normalised keys of packed sequences, each by its own beta, and the beta = 1 left for them."""
+    lengths = cu_k.diff().to(k.device)
+    of_tokens = beta.repeat_interleave(lengths, dim=0, output_size=k.shape[0])
+    mask = None if key_mask is None else key_mask[:, None]
+    return normalized_keys(k[:, :, None], of_tokens, mask)[:, :, 0], torch.ones_like(beta)
+
+
 def _level(
-    q, k, gamma, query_mask, local: Local, *, alpha, beta, key_mask, is_causal, normalize_keys,
-    q_far=None, k_far=None,
+    q, k, gamma, query_mask, local: Local, *, alpha, beta, key_mask, is_causal, q_far=None,
+    k_far=None,
 ) -> Float[Tensor, "B H"]:  # fmt: skip
     """gamma as it is given, or measured."""
     if gamma is not None:
@@ -272,7 +289,7 @@ def _level(
     }
     return match_level(
         q, k, alpha=alpha, beta=beta, scale=local.scale, q_far=q_far, k_far=k_far, **window,
-        key_mask=key_mask, query_mask=query_mask, normalize_keys=normalize_keys,
+        key_mask=key_mask, query_mask=query_mask,
     )  # fmt: skip
 
 
@@ -316,6 +333,9 @@ def prefill(
         "alpha": as_scale("alpha", alpha, q.shape[0], q.shape[1], q),
         "beta": as_scale("beta", beta, k.shape[0], k.shape[1], k),
     }
+    if normalize_keys:
+        k = normalized_keys(k, scales["beta"], key_mask)
+        scales["beta"] = torch.ones_like(scales["beta"])
     if _decodes_in_one_launch(q, k, v, state, impl):
         assert state is not None
         out, log_mass, mean = triton.decode(
@@ -326,15 +346,14 @@ def prefill(
             state.mean,
             **scales,
             key_mask=key_mask,
-            normalize_keys=normalize_keys,
         )
         return out, State(log_mass, mean)
-    keys = {"key_mask": key_mask, "normalize_keys": normalize_keys}
-    added = summarize(k, v, beta=scales["beta"], impl=impl, **keys)
+    added = summarize(k, v, beta=scales["beta"], key_mask=key_mask, impl=impl)
     after = added if state is None else state.merge(added)
     if q.shape[2] == 1:
         return read(q, after, alpha=scales["alpha"], impl=impl), after
-    return causal(q, k, v, **scales, **keys, state=state, impl=impl), after
+    options = {**scales, "key_mask": key_mask}
+    return causal(q, k, v, **options, state=state, impl=impl), after
 
 
 def which(
@@ -348,6 +367,7 @@ def which(
     diag_overlap: int = 0,
     sinks: int = 0,
     mix: str | float | Tensor = "average",
+    normalize_keys: bool = False,
     dropout: float = 0.0,
     impl: str | None = None,
 ) -> str:
@@ -387,6 +407,8 @@ def which(
             needs.add("learned_mix")
         if local.overlap or local.sinks:
             needs.add("windows")
+        if normalize_keys and not local.joint:
+            needs.add("features")
     plain = not (local is not None and (local.joint or needs - {"dropout"}))
     if packed and plain and causal_block is None:
         op = "varlen"

@@ -206,9 +206,9 @@ def test_registered_ops_pass_opcheck(op):
     packed = [x[0].transpose(0, 1).detach().requires_grad_() for x in (q, k, v)]
     cu = torch.tensor([0, 4, 9])
     arguments = {
-        "summarize": (k, v, scale, None, False),
+        "summarize": (k, v, scale, None),
         "read": (q, scale, log_mass, mean, None, False),
-        "causal": (q, k, v, scale, scale, None, log_mass, mean, None, False, False),
+        "causal": (q, k, v, scale, scale, None, log_mass, mean, None, False),
         "block_diagonal": (q, k, v, None, None, 4, 0.5, False, False),
         "varlen": (
             *packed,
@@ -219,7 +219,6 @@ def test_registered_ops_pass_opcheck(op):
             None,
             0,
             1.0,
-            False,
             False,
         ),
     }[op]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -30,6 +31,7 @@ from lln.ops.dispatch import choose
 from lln.ops.eager.joint.near_far import combine
 from lln.ops.eager.parts import blend
 from lln.ops.local import Local, read_local, read_mix
+from lln.ops.normalized_keys import normalized_keys
 from lln.ops.state import State
 from lln.protocols import Call, compute_dtype
 
@@ -153,19 +155,18 @@ def attention(
         alpha, beta = measured_scales(
             q, k, key_mask, query_mask, group, method, normalize_keys, impl
         )
-    options: dict[str, Any] = {
-        "alpha": as_scale("alpha", alpha, q.shape[0], q.shape[1], q),
-        "beta": as_scale("beta", beta, k.shape[0], k.shape[1], k),
-        "key_mask": key_mask,
-        "normalize_keys": normalize_keys,
-    }
+    alpha = as_scale("alpha", alpha, q.shape[0], q.shape[1], q)
+    beta = as_scale("beta", beta, k.shape[0], k.shape[1], k)
     seen = (q, k) if q_features is None or k_features is None else (q_features, k_features)
+    if normalize_keys:
+        seen, beta = (seen[0], normalized_keys(seen[1], beta, key_mask)), torch.ones_like(beta)
+    options: dict[str, Any] = {"alpha": alpha, "beta": beta, "key_mask": key_mask}
     if near is None:
         return _linear(*seen, v, group, is_causal, impl, **options)
     if level is not None:
         reach = Reach(q, k, v, near, group, key_mask, is_causal)
         local = attend_near(reach, near, is_causal)
-        if q_features is not None:
+        if seen[1] is not k:
             reach = Reach(*seen, v, near, group, key_mask, is_causal)
         linear = attend_far(*seen, v, reach, near, group, is_causal, **options)
         return combine(local, linear, level).to(q.dtype)
@@ -192,10 +193,9 @@ def _linear(
     alpha: Tensor,
     beta: Tensor,
     key_mask: Tensor | None,
-    normalize_keys: bool,
 ) -> Tensor:
     """The LLN branch: summarize the slice, exchange, and attend to what this process sees."""
-    keys = {"beta": beta, "key_mask": key_mask, "normalize_keys": normalize_keys}
+    keys = {"beta": beta, "key_mask": key_mask}
     log_mass, mean = choose(Call("summarize", k, k, v), impl).summarize(k, v, **keys)
     seen: tuple[Tensor, Tensor] = Exchange.apply(  # type: ignore[assignment]
         taking_part(log_mass), mean, group, is_causal

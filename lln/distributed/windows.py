@@ -78,7 +78,6 @@ def attend_far(
     alpha: Float[Tensor, "B H"],
     beta: Float[Tensor, "B Hkv"],
     key_mask: Bool[Tensor, "B N"] | None,
-    normalize_keys: bool,
 ) -> Branch:
     """LLN attention of the slice over its far keys, wherever they are."""
     seen: tuple[Tensor, Tensor]
@@ -88,7 +87,7 @@ def attend_far(
     states = [
         summarize_op(
             *(k[:, :, part], v[:, :, part], beta),
-            *(None if key_mask is None else key_mask[:, part], normalize_keys),
+            None if key_mask is None else key_mask[:, part],
         )
         for part in parts
     ]
@@ -98,4 +97,4 @@ def attend_far(
     )
     tensors = reach.q, reach.k, reach.v, alpha, beta, *seen, reach.key_mask, None
     window = near.block, near.overlap, reach.origin, is_causal
-    return reach.cut(far_op(*tensors, normalize_keys, *window))
+    return reach.cut(far_op(*tensors, *window))

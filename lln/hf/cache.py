@@ -206,7 +206,6 @@ class StateLayer(CacheLayerMixin):
             alpha=own.alpha,
             beta=own.beta,
             key_mask=own.key_mask,
-            normalize_keys=own.normalize_keys,
             impl=core.impl,
         )
         if self.block is not None:
@@ -228,7 +227,7 @@ class StateLayer(CacheLayerMixin):
         near, far = self.window.attend(
             own.q, own.q_far, own.k, own.v, own.k_far, own.key_mask, core.local
         )
-        linear = far(self.state, own.alpha, own.beta, own.normalize_keys)
+        linear = far(self.state, own.alpha, own.beta)
         gamma = core.stored_level().to(own.alpha).expand(own.alpha.shape)
         return combine(near, linear, gamma)
 
@@ -242,7 +241,7 @@ class StateLayer(CacheLayerMixin):
     ) -> None:
         self._keys = self.values = None
         own = _Step.of(core, None, k, v, _mask(k, key_mask), rotation)
-        options = {"beta": own.beta, "normalize_keys": own.normalize_keys, "impl": core.impl}
+        options = {"beta": own.beta, "impl": core.impl}
         local, gone = core.local, None
         if local is not None and (local.joint or local.overlap or local.sinks):
             window = self.window or OpenWindow.empty(own.k, v, own.k_far, local)
@@ -341,7 +340,6 @@ class _Step:
     key_mask: Tensor
     alpha: Tensor  # [B, H]
     beta: Tensor  # [B, Hkv]
-    normalize_keys: bool
 
     @staticmethod
     def of(
@@ -355,9 +353,8 @@ class _Step:
         """``q`` is None where only keys are remembered."""
         alpha, beta = (x.to(compute_dtype(k)).expand(len(k), -1) for x in core.scales())
         queries = k.new_zeros((len(k), core.num_heads, 0, k.shape[3])) if q is None else q
-        k, q_far, k_far = core.decoding_inputs(queries, k, rotation)
-        normalize = core.statistics.matching.normalize_keys
-        return _Step(queries, q_far, k, v, k_far, mask, alpha, beta, normalize)
+        k, q_far, k_far = core.decoding_inputs(queries, k, beta, rotation)
+        return _Step(queries, q_far, k, v, k_far, mask, alpha, core.far_beta(beta))
 
 
 def mark(keys: Tensor, layer: CacheLayerMixin) -> Tensor:

@@ -48,8 +48,8 @@ class Seen:
     def level_options(self, core: Any) -> dict[str, Any]:
         """What a level is measured with, beside queries, keys and values."""
         alpha, beta = (x.expand(len(self.q), -1) for x in core.scales())
-        q_far, k_far = core.far_inputs(self.q, self.k, self.rotation)
-        scales = {"alpha": alpha, "beta": beta, "q_far": q_far, "k_far": k_far}
+        q_far, k_far = core.far_inputs(self.q, self.k, beta, self.key_mask, self.rotation)
+        scales = {"alpha": alpha, "beta": core.far_beta(beta), "q_far": q_far, "k_far": k_far}
         return {**scales, "is_causal": core.causal, **self.masks}
 
 

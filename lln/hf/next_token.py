@@ -69,8 +69,8 @@ def attend_next(
     assert local is not None
     wide = compute_dtype(q, k, v)
     queries = q.to(wide)
-    keys, q_far, k_far = core.decoding_inputs(queries, k.to(wide), rotation)
-    alpha = core.scales()[0].to(wide).expand(len(q), -1)
+    alpha, beta = (x.to(wide).expand(len(q), -1) for x in core.scales())
+    keys, q_far, k_far = core.decoding_inputs(queries, k.to(wide), beta, rotation)
     rows = (alpha[..., None, None] * q_far).unflatten(1, (k.shape[1], -1)).flatten(3)
     if key_mask is None:
         near = _near_together(window, queries, keys, v, k_far, local, counts[0])

@@ -76,7 +76,7 @@ class OpenWindow:
     ) -> tuple[tuple[Tensor, Tensor], Callable[..., tuple[Tensor, Tensor]]]:
         """Near attention of new tokens, output and logarithm, and a function for the far one.
 
-        That function takes ``state, alpha, beta, normalize_keys``.
+        That function takes ``state, alpha, beta``.
         """
         window = self.with_sinks(k, v, key_mask)
         line = _Line.of(self, key_mask, local)
@@ -93,12 +93,12 @@ class OpenWindow:
             *(*grid, local.scale, _origin(local), True),
         )
 
-        def far(state: State, alpha: Tensor, beta: Tensor, normalize_keys: bool):
+        def far(state: State, alpha: Tensor, beta: Tensor):
             is_sink = line.positions_of(position)
             found = far_op(
                 *(line.take(F.pad(q_far, (0, 0, line.width, 0))), line.join(self.k_far, k_far)),
                 *(values, alpha, beta, state.log_mass, state.mean, valid & ~is_sink, None),
-                *(normalize_keys, *grid, _origin(local), True),
+                *(*grid, _origin(local), True),
             )
             return line.back(found[0], 0), line.back(found[1], -torch.inf)
 
@@ -113,7 +113,7 @@ class OpenWindow:
         everything = keys.shape[2], 0  # one block
         near = near_op(q, keys, values, *sinks, valid, None, *everything, local.scale, 0, False)
 
-        def far(state: State, alpha: Tensor, beta: Tensor, normalize_keys: bool):
+        def far(state: State, alpha: Tensor, beta: Tensor):
             return read_with_normaliser(q_far, alpha, state.log_mass, state.mean)
 
         return near, far
@@ -154,7 +154,6 @@ class OpenWindow:
         local: Local,
         *,
         beta: Tensor,
-        normalize_keys: bool,
         impl: str | None,
     ) -> tuple[OpenWindow, State]:
         """After these tokens, and the state of the keys that left the window with them."""
@@ -168,10 +167,7 @@ class OpenWindow:
         place = torch.arange(keys.shape[2], device=k.device)
         gone = place < moved[:, None]
         is_sink = line.positions_of(window._sinks_in_line(local))
-        state = summarize(
-            far, values, beta=beta, key_mask=valid & gone & ~is_sink,
-            normalize_keys=normalize_keys, impl=impl,
-        )  # fmt: skip
+        state = summarize(far, values, beta=beta, key_mask=valid & gone & ~is_sink, impl=impl)
         kept = moved[:, None] + torch.arange(line.width, device=k.device)
         index = kept.clamp(max=keys.shape[2] - 1)
         inside = kept < line.stop

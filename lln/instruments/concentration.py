@@ -21,6 +21,7 @@ from lln.instruments.kernels import find_kernel
 from lln.instruments.spectral_gap import CAUSAL_CAVEAT
 from lln.instruments.variance import log_variance_of_rows
 from lln.ops.arguments import as_scale, check_positive_int
+from lln.ops.normalized_keys import normalized_keys
 from lln.ops.reference import repeat_heads
 from lln.protocols import compute_dtype
 
@@ -110,8 +111,11 @@ def measure(
         own_k = _chosen(k[b, h * k.shape[1] // q.shape[1]], keys[b])
         if own_q.shape[0] == 0 or own_k.shape[0] == 0:
             continue
-        alpha_beta = (scales[0][b, h].item(), scales[1][b, h].item())
-        head = build_head(kernel, own_q, own_k, alpha_beta, normalize_keys, is_causal)
+        own_alpha, own_beta = scales[0][b, h].item(), scales[1][b, h].item()
+        if normalize_keys:
+            own_k = normalized_keys(own_k[None, None].double(), scales[1][b, h, None, None])[0, 0]
+            own_beta = 1.0
+        head = build_head(kernel, own_q, own_k, (own_alpha, own_beta), is_causal)
         reading = _Reading(head, rows=rows, same_tokens=same_tokens)
         for name in wanted:
             try:

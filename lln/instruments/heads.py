@@ -229,7 +229,6 @@ def build_head(
     q: Float[Tensor, "N D"],
     k: Float[Tensor, "M D"],
     scales: tuple[float, float],
-    normalize_keys: bool,
     is_causal: bool,
 ) -> Head:
     """The head that attends with ``kernel``: factored if it is linear and every key is visible.
@@ -244,8 +243,6 @@ def build_head(
         return ScoredHead(lambda index: log_score(wide[index] @ keys.T), start=wide, **sizes)
     assert chosen.log_feature is not None
     log_k = chosen.log_feature(k.double() * scales[1])
-    if normalize_keys:
-        log_k = torch.log_softmax(log_k, dim=-1)
     b, log_mass = key_factor(log_k)
     del log_k
     a = query_factor(chosen.log_feature(q.double() * scales[0]), log_mass)

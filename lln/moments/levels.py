@@ -11,6 +11,7 @@ from torch import Tensor
 from lln.moments.features import log_products
 from lln.moments.rows import fields_of_rows, spaced_rows, take_rows
 from lln.ops.arguments import no_autocast
+from lln.ops.normalized_keys import normalized_keys
 from lln.protocols import compute_dtype
 
 ROWS = 64  # of each sample and head
@@ -51,6 +52,7 @@ def match_level(
         scale: Of the softmax scores; 1/sqrt(D) by default.
         q_far, k_far: What the LLN branch sees instead of q and k.
         key_mask, query_mask: True = counts; the content of other tokens never matters.
+        normalize_keys: As in :func:`lln.attention`.
 
     Returns:
         A constant of the backward pass, float32 (float64 for float64 inputs); 0 where no query has
@@ -65,10 +67,13 @@ def match_level(
     """
     if q.shape[2] == 0 or k.shape[2] == 0:
         return q.new_zeros(q.shape[:2], dtype=compute_dtype(q, k))
+    if normalize_keys:
+        k_far = normalized_keys(k if k_far is None else k_far, beta, key_mask)
+        beta = torch.ones_like(beta)
     found = scores_of_rows(
         q, k, alpha=alpha, beta=beta, block=block, overlap=overlap, sinks=sinks, scale=scale,
         q_far=q_far, k_far=k_far, key_mask=key_mask, query_mask=query_mask, is_causal=is_causal,
-        normalize_keys=normalize_keys, rows=rows,
+        rows=rows,
     )  # fmt: skip
     near, far, linear = found.logs()
     return solve_share(near, far, linear, found.counted(far, linear))
@@ -120,7 +125,6 @@ def scores_of_rows(
     key_mask: Bool[Tensor, "B M"] | None = None,
     query_mask: Bool[Tensor, "B N"] | None = None,
     is_causal: bool = False,
-    normalize_keys: bool = False,
     rows: int = ROWS,
 ) -> RowScores:
     """Scores of ``rows`` evenly spaced queries; arguments are those of :func:`match_level`."""
@@ -145,8 +149,6 @@ def scores_of_rows(
     with no_autocast(q):
         exact = factor * some(q) @ keys(k).transpose(-1, -2)
         features = keys(k_far) * beta.to(dtype).repeat_interleave(group, dim=1)[..., None, None]
-        if normalize_keys:
-            features = torch.log_softmax(features, dim=-1)
         queries = some(q_far) * alpha.to(dtype)[..., None, None]
         linear = log_products(queries, features)
     real = None if query_mask is None else query_mask.gather(1, index)

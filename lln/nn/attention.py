@@ -25,6 +25,7 @@ from lln.nn.statistics import (
 from lln.ops.arguments import autocast, check_mask, check_qkv, is_dtensor
 from lln.ops.convolution import check_conv, draw_filters_
 from lln.ops.local import read_causal_block, read_local, read_mix
+from lln.ops.normalized_keys import normalized_keys
 from lln.protocols import compute_dtype
 
 MIXES = ("average", "learned", "joint")
@@ -59,7 +60,7 @@ class LLNAttention(nn.Module):
         alpha, beta: For "fixed": a number, or one value per head (``[H]`` and ``[Hkv]``).
         sharpness: Multiplies the matched α and β. In models that were trained with softmax 0.5 to
             0.7 is a better start than the match itself.
-        normalize_keys: Use log_softmax_l(β k) as key features, the unbiased variant.
+        normalize_keys: Use ln D + log_softmax_l(β k) as key features, the unbiased variant.
         mix: How the branches are put together, as in :func:`lln.attention`: "average"; the weight
             of LLN, a number or one per head; or "joint", one normaliser for both, softmax weights
             for near keys and LLN's for far ones. Here also "learned": the weight of LLN in head h
@@ -325,9 +326,9 @@ class LLNAttention(nn.Module):
         self.statistics.calibrate_(q, k, **masks)
         if self.level is not None:
             alpha, beta = (x.expand(len(q), -1) for x in self.scales())
-            far = None if self.features is None else self.features(q, k)
+            far = self.far_inputs(q, k, beta, key_mask)
             options = {"is_causal": self.causal, **features_by_name(far), **masks}
-            self.level.calibrate_(q, k, alpha=alpha, beta=beta, **options)
+            self.level.calibrate_(q, k, alpha=alpha, beta=self.far_beta(beta), **options)
         return self
 
     def scales(self) -> tuple[Float[Tensor, " H"], Float[Tensor, " Hkv"]]:
@@ -379,7 +380,8 @@ class LLNAttention(nn.Module):
         alpha, beta = self._learned(*statistics(q, k, **masks, is_causal=ordered))
         if not statistics.per_sample:
             alpha, beta = (x.to(dtype).expand(batch, -1) for x in (alpha, beta))
-        far = None if self.features is None else self.features(q, k, unrotate)
+        far = self.far_inputs(q, k, beta, key_mask, unrotate) if self.has_features else None
+        beta = self.far_beta(beta)
         gamma = None
         if self.level is not None:
             options = {
@@ -410,6 +412,7 @@ class LLNAttention(nn.Module):
         self,
         q: Float[Tensor, "B H N D"],
         k: Float[Tensor, "B Hkv M D"],
+        beta: Float[Tensor, "*b Hkv"],
         unrotate: Unrotate | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, and what LLN sees of queries and keys, as causal evaluation uses them.
@@ -417,10 +420,11 @@ class LLNAttention(nn.Module):
         Args:
             q: Queries ``[B, H, N, D]``, any floating dtype.
             k: Keys ``[B, Hkv, M, D]``.
+            beta: That of :meth:`scales`; :meth:`far_beta` is left for what LLN sees.
         """
         if self.center is not None:
             k = k - self.center(k, None, is_causal=True)
-        return k, *self.far_inputs(q, k, unrotate)
+        return k, *self.far_inputs(q, k, beta, None, unrotate)
 
     def stored_level(self) -> Float[Tensor, " H"]:
         """γ as evaluation uses it; only with ``mix="joint"`` and stored statistics."""
@@ -428,19 +432,34 @@ class LLNAttention(nn.Module):
             raise ValueError("no gamma is stored; it takes mix='joint' and stored statistics")
         return self.level.shifted(self.level.stored.value[0])
 
+    @property
+    def has_features(self) -> bool:
+        """Whether the LLN branch sees something else than queries and (centred) keys."""
+        return self.features is not None or self.statistics.matching.normalize_keys
+
     def far_inputs(
         self,
         q: Float[Tensor, "B H N D"],
         k: Float[Tensor, "B Hkv M D"],
+        beta: Float[Tensor, "*b Hkv"],
+        key_mask: Bool[Tensor, "B M"] | None = None,
         unrotate: Unrotate | None = None,
     ) -> tuple[Float[Tensor, "B H N S"], Float[Tensor, "B Hkv M S"]]:
-        """What the LLN branch sees of queries and (centred) keys.
+        """What the LLN branch sees of queries and (centred) keys, before α and :meth:`far_beta`.
 
         Args:
             q: Queries ``[B, H, N, D]``, any floating dtype.
             k: Keys ``[B, Hkv, M, D]``.
         """
-        return (q, k) if self.features is None else self.features(q, k, unrotate)
+        if self.features is not None:
+            q, k = self.features(q, k, unrotate)
+        if self.statistics.matching.normalize_keys:
+            k = normalized_keys(k, beta, key_mask)
+        return q, k
+
+    def far_beta(self, beta: Float[Tensor, "*b Hkv"]) -> Float[Tensor, "*B Hkv"]:
+        """β of what :meth:`far_inputs` gives: 1 where the keys were normalised with it."""
+        return torch.ones_like(beta) if self.statistics.matching.normalize_keys else beta
 
     def attend(
         self,
@@ -464,7 +483,6 @@ class LLNAttention(nn.Module):
             draw,
             local=self.local,
             causal_block=self.causal_block,
-            normalize_keys=self.statistics.matching.normalize_keys,
             conv=self.conv_weight,
             impl=impl or self.impl,
         )

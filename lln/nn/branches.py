@@ -26,7 +26,6 @@ def attend_drawn(
     *,
     local: Local | None,
     causal_block: int | None,
-    normalize_keys: bool,
     conv: Float[Tensor, "Hkv K"] | None,
     impl: str | None,
 ) -> Float[Tensor, "B H N E"]:
@@ -38,11 +37,7 @@ def attend_drawn(
         v: Values ``[B, Hkv, M, E]``.
     """
     blocks = causal_block if draw.is_causal else None
-    options: dict[str, Any] = {
-        "normalize_keys": normalize_keys,
-        "causal_block": blocks,
-        "impl": impl,
-    }
+    options: dict[str, Any] = {"causal_block": blocks, "impl": impl}
     if conv is not None:
         _check_neighbours(q.shape[2], k.shape[2], conv.shape[1], draw.is_causal)
     if local is None or draw.gamma is not None or draw.diag_kept is not None:
@@ -62,7 +57,6 @@ def _averaged(
     local: Local,
     conv: Tensor | None,
     *,
-    normalize_keys: bool,
     causal_block: int | None,
     impl: str | None,
 ) -> Float[Tensor, "B H N E"]:
@@ -80,7 +74,6 @@ def _averaged(
         key_mask=draw.key_mask,
         is_causal=draw.is_causal,
         causal_block=causal_block,
-        normalize_keys=normalize_keys,
         mix=draw.mix,
         conv=conv,
         slot_dropout=draw.slot_dropout,
@@ -97,17 +90,11 @@ def _one_by_one(
     draw: Draw,
     local: Local | None,
     *,
-    normalize_keys: bool,
     causal_block: int | None,
     impl: str | None,
 ) -> Float[Tensor, "B H N E"]:
     """LLN alone; near and far keys; or branches of which samples may drop the diagonal one."""
-    linear = {
-        "alpha": draw.alpha,
-        "beta": draw.beta,
-        "normalize_keys": normalize_keys,
-        "slot_dropout": draw.slot_dropout,
-    }
+    linear = {"alpha": draw.alpha, "beta": draw.beta, "slot_dropout": draw.slot_dropout}
     shared = {"key_mask": draw.key_mask, "impl": impl}
     op = functools.partial(causal, causal_block=causal_block) if draw.is_causal else bidirectional
     far = features_by_name(draw.far)

@@ -15,6 +15,8 @@ from lln.protocols import compute_dtype
 class Draw(NamedTuple):
     """Scales, weights, features and dropout masks of one forward pass.
 
+    α and β are those of the features in ``far``, if there are some.
+
     The output is linear in v given a draw, so the attention matrix is the same draw applied to the
     identity.
     """

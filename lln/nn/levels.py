@@ -117,8 +117,7 @@ class Level(nn.Module):
         return output_terms(q, k, v, **self._field(), **options)
 
     def _field(self) -> dict[str, Any]:
-        normalize = self.matching.normalize_keys
-        return {"scale": self.scale, **self.window, "normalize_keys": normalize}
+        return {"scale": self.scale, **self.window}
 
     def calibrate_(self, q: Tensor, k: Tensor, **options: Any) -> None:
         """Store what these tensors measure."""

@@ -36,8 +36,6 @@ def row_weights(
     k, k_far, beta = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, k_far, draw.beta))
     queries = take_rows(q_far, index).to(dtype) * draw.alpha[..., None, None]
     features = k_far * beta[..., None, None]
-    if core.statistics.matching.normalize_keys:
-        features = torch.log_softmax(features, dim=-1)
     linear = log_products(queries, features, least=LEAST)
     window = (1, 0, 0) if core.local is None else core.local.window
     near, far = fields_of_rows(

@@ -54,15 +54,14 @@ class DecodingStep(nn.Module):
             q, k, v: ``[B, H, n, D]``, ``[B, Hkv, n, D]`` and ``[B, Hkv, n, E]``, of the floating
                 dtype that the graph was exported with.
         """
-        _, queries, keys = self.core.decoding_inputs(q, k)
         alpha, beta = self.core.scales()
+        _, queries, keys = self.core.decoding_inputs(q, k, beta)
         out, state = prefill(
             queries,
             keys,
             v,
             State(log_mass, mean),
             alpha=alpha,
-            beta=beta,
-            normalize_keys=self.core.statistics.matching.normalize_keys,
+            beta=self.core.far_beta(beta),
         )
         return out, state.log_mass, state.mean

@@ -17,7 +17,6 @@ def bidirectional(
     alpha: Float[Tensor, "B H"],
     beta: Float[Tensor, "B Hkv"],
     key_mask: Bool[Tensor, "B M"] | None = None,
-    normalize_keys: bool = False,
     slot_dropout: Float[Tensor, "B H N D"] | None = None,
     impl: str | None = None,
 ) -> Float[Tensor, "B H N E"]:
@@ -27,7 +26,6 @@ def bidirectional(
         A_il = softmax_l(alpha q_il + L_l)       out  = A (B^T V)
 
     Args:
-        normalize_keys: Use log_softmax_l(beta k_j) as key features: the unbiased variant.
         slot_dropout: Multiplies A: 0 or 1/(1 − p) per entry.
         impl: "triton", "eager" or "reference"; None takes the fastest that accepts the tensors.
 
@@ -36,5 +34,5 @@ def bidirectional(
     needs = frozenset() if slot_dropout is None else frozenset({"dropout"})
     extra = {} if slot_dropout is None else {"slot_dropout": slot_dropout}
     return choose(Call("bidirectional", q, k, v, needs), impl).bidirectional(
-        q, k, v, alpha=alpha, beta=beta, key_mask=key_mask, normalize_keys=normalize_keys, **extra
+        q, k, v, alpha=alpha, beta=beta, key_mask=key_mask, **extra
     )

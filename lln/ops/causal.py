@@ -18,7 +18,6 @@ def causal(
     alpha: Float[Tensor, "B H"],
     beta: Float[Tensor, "B Hkv"],
     key_mask: Bool[Tensor, "B M"] | None = None,
-    normalize_keys: bool = False,
     causal_block: int | None = None,
     state: State | None = None,
     slot_dropout: Float[Tensor, "B H N D"] | None = None,
@@ -49,7 +48,7 @@ def causal(
     if state is not None:
         extra["state"] = state
     needs = frozenset({"slot_dropout": "dropout", "state": "state"}[name] for name in extra)
-    extra |= {"alpha": alpha, "beta": beta, "key_mask": key_mask, "normalize_keys": normalize_keys}
+    extra |= {"alpha": alpha, "beta": beta, "key_mask": key_mask}
     if causal_block is None:
         return choose(Call("causal", q, k, v, needs, is_causal=True), impl).causal(q, k, v, **extra)
     call = Call("block_causal", q, k, v, needs, is_causal=True, causal_block=causal_block)

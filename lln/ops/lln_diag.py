@@ -38,7 +38,6 @@ def lln_diag(
     key_mask: Bool[Tensor, "B M"] | None = None,
     is_causal: bool = False,
     causal_block: int | None = None,
-    normalize_keys: bool = False,
     mix: Float[Tensor, " H"] | None = None,
     q_far: Float[Tensor, "B H N S"] | None = None,
     k_far: Float[Tensor, "B Hkv M S"] | None = None,
@@ -91,7 +90,6 @@ def lln_diag(
         scale=scale,
         key_mask=key_mask,
         is_causal=is_causal,
-        normalize_keys=normalize_keys,
         **extra,
     )
     if conv is None or fused:

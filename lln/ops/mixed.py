@@ -45,13 +45,13 @@ def near_far(
 
 def lln_diag(
     q, k, v, *, alpha, beta, block, scale, key_mask=None, is_causal=False, causal_block=None,
-    normalize_keys=False, mix=None, overlap=0, sinks=0, q_far=None, k_far=None,
+    mix=None, overlap=0, sinks=0, q_far=None, k_far=None,
 ) -> Tensor:  # fmt: skip
     """mix · LLN + (1 − mix) · softmax over near keys (Fig. 3); the average if ``mix`` is None."""
     attend = triton.causal if is_causal else triton.bidirectional
     if causal_block is not None:  # as in plain PyTorch: nothing to hide in the blocks
         attend, is_causal = functools.partial(triton.block_causal, causal_block=causal_block), False
-    scales = {"alpha": alpha, "beta": beta, "normalize_keys": normalize_keys}
+    scales = {"alpha": alpha, "beta": beta}
     far = q if q_far is None else q_far, k if k_far is None else k_far
     linear = attend(*far, v, key_mask=key_mask, **scales)
     masks = {"key_mask": key_mask, "is_causal": is_causal}

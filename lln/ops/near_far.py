@@ -28,7 +28,6 @@ def near_far(
     k_far: Float[Tensor, "B Hkv M S"] | None = None,
     key_mask: Bool[Tensor, "B M"] | None = None,
     is_causal: bool = False,
-    normalize_keys: bool = False,
     slot_dropout: Float[Tensor, "B H N S"] | None = None,
     probability_dropout: Float[Tensor, "B H N W"] | None = None,
     near_kept: Bool[Tensor, " B"] | None = None,
@@ -81,7 +80,6 @@ def near_far(
         sinks=sinks,
         key_mask=key_mask,
         is_causal=is_causal,
-        normalize_keys=normalize_keys,
         **{name: x for name, x in given.items() if x is not None},
     )
 

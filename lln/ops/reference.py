@@ -94,16 +94,9 @@ def lln_scores(
     *,
     alpha: Float[Tensor, "B H"],
     beta: Float[Tensor, "B Hkv"],
-    normalize_keys: bool = False,
 ) -> Float[Tensor, "B H N M"]:
-    """ln Σ_l exp(α q_il + β k_jl): the logarithm of the numerator of eq. (9).
-
-    With ``normalize_keys`` the key features are log_softmax_l(β k_jl): the unbiased variant.
-    """
-    features = beta[..., None, None] * k
-    if normalize_keys:
-        features = torch.log_softmax(features, dim=-1)
-    features = repeat_heads(features, q.shape[1])
+    """ln Σ_l exp(α q_il + β k_jl): the logarithm of the numerator of eq. (9)."""
+    features = repeat_heads(beta[..., None, None] * k, q.shape[1])
     queries = alpha[..., None, None] * q
     if q.shape[2] == 0:
         return queries @ features.transpose(-1, -2)  # [B, H, 0, M], still part of the graph
@@ -150,7 +143,6 @@ def lln_matrix(
     key_mask: Bool[Tensor, "B M"] | None = None,
     is_causal: bool = False,
     causal_block: int | None = None,
-    normalize_keys: bool = False,
 ) -> Float[Tensor, "B H N M"]:
     """P of eq. (9), the sum restricted to visible keys."""
     seen = visible(
@@ -159,7 +151,7 @@ def lln_matrix(
     )  # fmt: skip
     if key_mask is not None:
         k = k.masked_fill(~key_mask[:, None, :, None], 0)
-    scores = lln_scores(q, k, alpha=alpha, beta=beta, normalize_keys=normalize_keys)
+    scores = lln_scores(q, k, alpha=alpha, beta=beta)
     return normalize_rows(scores, seen)
 
 
@@ -218,7 +210,6 @@ def near_far_matrix(
     scale: float,
     key_mask: Bool[Tensor, "B M"] | None = None,
     is_causal: bool = False,
-    normalize_keys: bool = False,
 ) -> Float[Tensor, "B H N M"]:
     """One normaliser for weights e^s of near keys and e^γ Σ_l e^(α q_il + β k_jl) of all others."""
     queries, keys = q.shape[2], k.shape[2]
@@ -231,7 +222,7 @@ def near_far_matrix(
         hidden = ~key_mask[:, None, :, None]
         k, k_far = k.masked_fill(hidden, 0), k_far.masked_fill(hidden, 0)
     exact = softmax_scores(q, k, scale=scale)
-    linear = lln_scores(q_far, k_far, alpha=alpha, beta=beta, normalize_keys=normalize_keys)
+    linear = lln_scores(q_far, k_far, alpha=alpha, beta=beta)
     linear = linear + gamma[..., None, None]
     return normalize_rows(torch.where(near, exact, linear), seen)
 
@@ -248,33 +239,23 @@ def _rounded_once(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @_rounded_once
-def bidirectional(q, k, v, *, alpha, beta, key_mask=None, normalize_keys=False) -> Tensor:
+def bidirectional(q, k, v, *, alpha, beta, key_mask=None) -> Tensor:
     """LLN attention, eq. (8)."""
-    p = lln_matrix(q, k, alpha=alpha, beta=beta, key_mask=key_mask, normalize_keys=normalize_keys)
+    p = lln_matrix(q, k, alpha=alpha, beta=beta, key_mask=key_mask)
     return attend(p, v, key_mask)
 
 
 @_rounded_once
-def causal(q, k, v, *, alpha, beta, key_mask=None, normalize_keys=False) -> Tensor:
+def causal(q, k, v, *, alpha, beta, key_mask=None) -> Tensor:
     """LLN attention, eq. (8) with the sum restricted to j ≤ i + M − N."""
-    p = lln_matrix(
-        q,
-        k,
-        alpha=alpha,
-        beta=beta,
-        key_mask=key_mask,
-        is_causal=True,
-        normalize_keys=normalize_keys,
-    )
+    p = lln_matrix(q, k, alpha=alpha, beta=beta, key_mask=key_mask, is_causal=True)
     return attend(p, v, key_mask)
 
 
 @_rounded_once
-def block_causal(
-    q, k, v, *, alpha, beta, causal_block, key_mask=None, normalize_keys=False
-) -> Tensor:  # fmt: skip
+def block_causal(q, k, v, *, alpha, beta, causal_block, key_mask=None) -> Tensor:
     """LLN attention, eq. (8) with the sum restricted to j // K ≤ (i + M − N) // K."""
-    scales = {"alpha": alpha, "beta": beta, "normalize_keys": normalize_keys}
+    scales = {"alpha": alpha, "beta": beta}
     masks = {"key_mask": key_mask, "is_causal": True, "causal_block": causal_block}
     return attend(lln_matrix(q, k, **scales, **masks), v, key_mask)
 
@@ -291,10 +272,10 @@ def block_diagonal(q, k, v, *, block, scale, key_mask=None, is_causal=False) -> 
 @_rounded_once
 def lln_diag(
     q, k, v, *, alpha, beta, block, scale, overlap=0, sinks=0, mix=None, q_far=None, k_far=None,
-    key_mask=None, is_causal=False, causal_block=None, normalize_keys=False,
+    key_mask=None, is_causal=False, causal_block=None,
 ) -> Tensor:  # fmt: skip
     """LLN+Diag of Fig. 3: the average of the two branches, or with the weight ``mix`` of LLN."""
-    scales = {"alpha": alpha, "beta": beta, "normalize_keys": normalize_keys}
+    scales = {"alpha": alpha, "beta": beta}
     masks = {"key_mask": key_mask, "is_causal": is_causal, "causal_block": causal_block}
     q_far, k_far = q if q_far is None else q_far, k if k_far is None else k_far
     linear = lln_matrix(q_far.to(q.dtype), k_far.to(q.dtype), **scales, **masks)
@@ -316,25 +297,23 @@ def near(q, k, v, *, block, scale, overlap=0, sinks=0, key_mask=None, is_causal=
 @_rounded_once
 def near_far(
     q, k, v, *, q_far, k_far, alpha, beta, gamma, block, scale, overlap=0, sinks=0,
-    key_mask=None, is_causal=False, normalize_keys=False,
+    key_mask=None, is_causal=False,
 ) -> Tensor:  # fmt: skip
     """Near keys exactly, far keys by LLN, under one normaliser."""
     p = near_far_matrix(
         q, k, q_far=q_far.to(q.dtype), k_far=k_far.to(q.dtype), alpha=alpha, beta=beta,
         gamma=gamma, block=block, overlap=overlap, sinks=sinks, scale=scale,
-        key_mask=key_mask, is_causal=is_causal, normalize_keys=normalize_keys,
+        key_mask=key_mask, is_causal=is_causal,
     )  # fmt: skip
     return attend(p, v, key_mask)
 
 
-def summarize(k, v, *, beta, key_mask=None, normalize_keys=False) -> tuple[Tensor, Tensor]:
+def summarize(k, v, *, beta, key_mask=None) -> tuple[Tensor, Tensor]:
     """L_l = ln Σ_j exp(β k_jl) and M_l = Σ_j exp(β k_jl − L_l) v_j of :class:`lln.State`."""
     dtype = compute_dtype(k, v)
     if key_mask is not None:
         k = k.masked_fill(~key_mask[:, None, :, None], 0)
     features = beta[..., None, None] * k.to(dtype)
-    if normalize_keys:
-        features = torch.log_softmax(features, dim=-1)
     features = features.transpose(-1, -2)  # [B, Hkv, D, M]: a row for each feature
     seen = visible(k.shape[3], k.shape[2], key_mask=key_mask, device=k.device)
     log_mass = torch.logsumexp(features.masked_fill(~seen, -torch.inf), dim=-1)
@@ -352,7 +331,6 @@ def read(q, log_mass, mean, *, alpha) -> Tensor:
 
 def varlen(
     q, k, v, cu_q, cu_k, *, alpha, beta, key_mask=None, block=None, scale=1.0, is_causal=False,
-    normalize_keys=False,
 ) -> Tensor:  # fmt: skip
     """Each packed sequence by itself, one after the other."""
     op = causal if is_causal else bidirectional
@@ -366,7 +344,6 @@ def varlen(
             "alpha": alpha[s : s + 1],
             "beta": beta[s : s + 1],
             "key_mask": None if key_mask is None else key_mask[None, keys],
-            "normalize_keys": normalize_keys,
         }
         out.append(op(*sequence, **options)[0].transpose(0, 1))
     return torch.cat(out)

@@ -23,6 +23,7 @@ from lln.ops.arguments import (
 )
 from lln.ops.dispatch import choose
 from lln.ops.eager.state import merge
+from lln.ops.normalized_keys import normalized_keys
 from lln.protocols import Call
 
 
@@ -98,7 +99,7 @@ def summarize(
         v: Values ``[B, Hkv, M, E]``.
         beta: A number, ``[Hkv]`` or ``[B, Hkv]``, from :func:`lln.match_moments`.
         key_mask: True = may be attended; masking a key equals leaving it out.
-        normalize_keys: Use log_softmax_l(beta k_j) as key features: the unbiased variant.
+        normalize_keys: Use ln D + log_softmax_l(beta k_j) as key features: the unbiased variant.
         impl: "triton", "eager" or "reference"; None takes the fastest that accepts the tensors.
 
     Example:
@@ -116,8 +117,10 @@ def summarize(
     check_key_value(k, v)
     check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k)
     scale = as_scale("beta", beta, k.shape[0], k.shape[1], k)
+    if normalize_keys:
+        k, scale = normalized_keys(k, scale, key_mask), torch.ones_like(scale)
     log_mass, mean = choose(Call("summarize", k, k, v), impl).summarize(
-        k, v, beta=scale, key_mask=key_mask, normalize_keys=normalize_keys
+        k, v, beta=scale, key_mask=key_mask
     )
     return State(log_mass, mean)
 

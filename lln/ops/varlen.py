@@ -26,7 +26,6 @@ def varlen(
     block: int | None = None,
     scale: float = 1.0,
     is_causal: bool = False,
-    normalize_keys: bool = False,
     impl: str | None = None,
 ) -> Float[Tensor, "T H E"]:
     """LLN attention, eq. (8), of each packed sequence by itself; LLN+Diag with ``block``."""
@@ -43,7 +42,6 @@ def varlen(
         block=block,
         scale=scale,
         is_causal=is_causal,
-        normalize_keys=normalize_keys,
     )
 
 

@@ -58,10 +58,10 @@ def test_formulas_are_what_the_implementation_computes(name):
     state = importlib.import_module("lln.ops.eager.state")
     q, k, v = (x.detach() for x in tensors())
     scale = torch.full((B, H), 2.0)
-    log_mass, mean = state._summarize(k, v, scale, None, False)
+    log_mass, mean = state._summarize(k, v, scale, None)
     ends = log_mass, mean
     forward, backward = {
-        "summarize": ((k, v, scale, None, False), (*ends, k, v, scale, None, *ends, False)),
+        "summarize": ((k, v, scale, None), (*ends, k, v, scale, None, *ends)),
         "read": ((q, scale, *ends, None, False), (v, q, scale, *ends, None)),
     }[name]
     pairs = (f"_{name}", f"{name}_op", forward), (f"_{name}_backward", f"{name}_backward", backward)

@@ -21,8 +21,9 @@ def kernel_matrix(q, k, kernel, *, alpha=1.0, beta=1.0, normalize_keys=False):
     if kernel == "softmax":
         return (scores / math.sqrt(q.shape[-1])).softmax(-1)
     if kernel == "lln":
-        scales = {"alpha": q.new_full(q.shape[:2], alpha), "beta": k.new_full(k.shape[:2], beta)}
-        return reference.lln_matrix(q, k, **scales, normalize_keys=normalize_keys)
+        log_k = torch.log_softmax(beta * k, -1) if normalize_keys else beta * k
+        scales = {"alpha": q.new_full(q.shape[:2], alpha), "beta": k.new_ones(k.shape[:2])}
+        return reference.lln_matrix(q, log_k, **scales)
     features = {"relu_linear": torch.relu, "quadratic_linear": torch.square}
     features["elu"] = lambda x: torch.nn.functional.elu(x) + 1
     if kernel in features:

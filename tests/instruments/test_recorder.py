@@ -172,7 +172,9 @@ def test_lln_attention(causal):
     assert torch.allclose(call.matrix(0), p, atol=1e-5)
     assert_measures_equal(call, p)
     alpha, beta = core.statistics(q, k, key_mask=key_mask, query_mask=key_mask, is_causal=causal)
-    assert torch.equal(call.alpha, alpha[:1]) and torch.equal(call.beta, beta[:1])
+    assert torch.equal(call.alpha, alpha[:1]) and torch.equal(call.beta, core.far_beta(beta[:1]))
+    _, k_far = core.far_inputs(q, k, beta.expand(2, -1), key_mask)
+    assert torch.equal(call.k, k_far[:1])
 
 
 def test_lln_as_a_function_and_as_the_layer_of_an_encoder():

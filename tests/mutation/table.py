@@ -27,6 +27,7 @@ TESTS = {
     "lln/ops": f"{OPS} {CALLS}",
     "lln/ops/local.py": f"tests/test_near_far.py {OPS}",
     "lln/ops/near_far.py": f"{JOINT} {OPS}",
+    "lln/ops/normalized_keys.py": "tests/test_normalized_keys.py",
     "lln/ops/eager/joint": JOINT,
     "lln/ops/convolution.py": CONVOLUTION,
     "lln/ops/eager/convolution.py": CONVOLUTION,

@@ -23,9 +23,11 @@ def test_sample_statistics_match_the_reference(kv_heads, normalize_keys):
     core = LLNAttention(4, 8, num_kv_heads=kv_heads, normalize_keys=normalize_keys)
     masks = {"key_mask": key_mask, "query_mask": query_mask}
     alpha, beta = moments.measure_scales(q, k, normalize_keys=normalize_keys, **masks)
-    expected = reference.bidirectional(
-        q, k, v, alpha=alpha, beta=beta, key_mask=key_mask, normalize_keys=normalize_keys
-    )
+    if normalize_keys:
+        k_far, beta = torch.log_softmax(beta[..., None, None] * k, -1), torch.ones_like(beta)
+    else:
+        k_far = k
+    expected = reference.bidirectional(q, k_far, v, alpha=alpha, beta=beta, key_mask=key_mask)
     torch.testing.assert_close(core(q, k, v, **masks), expected, rtol=1e-9, atol=1e-9)
 
 

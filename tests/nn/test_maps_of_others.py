@@ -87,7 +87,7 @@ def test_scales_stay_one_and_the_level_is_measured(kind, statistics):
     draw = core.eval().draw(q, k, key_mask=mask, query_mask=mask)
     assert draw.alpha.eq(1).all() and draw.beta.eq(1).all()
     centred = k - draw.center
-    q_far, k_far = core.far_inputs(q, centred)
+    q_far, k_far = core.far_inputs(q, centred, draw.beta)
     measured = match_level(
         q, centred, q_far=q_far, k_far=k_far, alpha=draw.alpha, beta=draw.beta, block=8,
         key_mask=mask, query_mask=mask,
@@ -102,8 +102,8 @@ def test_before_the_first_batch_the_level_is_that_of_unit_gaussians(kind):
     torch.manual_seed(0)
     core = LLNAttention(4, 64, diag_block=128, mix="joint", feature_map=kind, statistics="fixed")
     q, k = torch.randn(2, 4, 512, 64), torch.randn(2, 4, 512, 64)
-    q_far, k_far = core.far_inputs(q, k)
     ones = torch.ones(2, 4)
+    q_far, k_far = core.far_inputs(q, k, ones)
     measured = match_level(q, k, q_far=q_far, k_far=k_far, alpha=ones, beta=ones, block=128)
     assert (core.level.stored.value - measured).abs().max() < 0.3
 

@@ -61,7 +61,6 @@ def test_the_reference_is_the_rule(block, queries, keys):
     torch.testing.assert_close(reference.block_causal(**given, causal_block=block), expected)
 
 
-@pytest.mark.parametrize("normalize_keys", [False, True])
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -71,9 +70,9 @@ def test_the_reference_is_the_rule(block, queries, keys):
     ],
 )
 @pytest.mark.parametrize("length", LENGTHS)
-def test_outputs_and_gradients_are_those_of_the_definition(length, dtype, normalize_keys):
+def test_outputs_and_gradients_are_those_of_the_definition(length, dtype):
     mask = torch.rand(2, length) > 0.3
-    options = {"key_mask": mask, "normalize_keys": normalize_keys, "causal_block": 16}
+    options = {"key_mask": mask, "causal_block": 16}
     compare(causal, reference.block_causal, tensors(length), dtype, **options)
 
 

@@ -92,11 +92,6 @@ def test_the_average_takes_the_same_windows(queries, keys, block, overlap, sinks
     compare(lln_diag, reference.lln_diag, given, key_mask=mask, is_causal=is_causal, **options)
 
 
-def test_normalised_keys():
-    options = {"block": 16, "overlap": 7, "scale": 0.4, "normalize_keys": True}
-    compare(near_far, reference.near_far, tensors(60), **options)
-
-
 @causality
 def test_rows_sum_to_one_and_no_weight_is_negative(is_causal):
     given = tensors(60)
@@ -249,7 +244,7 @@ def test_a_stream_that_is_cut_is_the_stream():
     )  # fmt: skip
     linear = far_op(
         given["q_far"][:, :, cut:], given["k_far"][:, :, rest], v[:, :, rest], given["alpha"],
-        given["beta"], *state, None, None, False, block, overlap, first, True,
+        given["beta"], *state, None, None, block, overlap, first, True,
     )  # fmt: skip
     share = near_share(local[1], linear[1], given["gamma"])[..., None]
     torch.testing.assert_close(share * local[0] + (1 - share) * linear[0], whole[:, :, cut:])
@@ -273,7 +268,7 @@ def test_operators_are_registered_as_torch_wants_them(op, is_causal):
         state = torch.zeros(2, 2, 8).double(), torch.zeros(2, 2, 8, 5).double()
         far = given["q_far"].requires_grad_(), given["k_far"].requires_grad_(), v
         scales = given["alpha"], given["beta"]
-        arguments = (*far, *scales, *state, mask, None, False, 8, 3, 0, is_causal)
+        arguments = (*far, *scales, *state, mask, None, 8, 3, 0, is_causal)
         operator = torch.ops.lln.far_eager.default
     torch.library.opcheck(operator, arguments)
 
@@ -292,7 +287,7 @@ def test_gradients_lie_as_the_compiler_was_told(tokens, is_causal):
     near = near_backward(out, row, q, k, v, *sinks, None, None, 8, 3, 0.4, 0, is_causal)
     state = torch.zeros(2, 2, 8).double(), torch.zeros(2, 2, 8, 5).double()
     far = given["q_far"], given["k_far"], v, given["alpha"], given["beta"], *state
-    far = far_backward(out, row, *far, None, None, False, 8, 3, 0, is_causal)
+    far = far_backward(out, row, *far, None, None, 8, 3, 0, is_causal)
     assert all(x.is_contiguous() for x in (*near, *far))
 
 

@@ -52,7 +52,7 @@ class SeatLayer(CacheLayerMixin):
         self.core, self.tensors, self.position = core, tensors, position
         self.is_initialized = True
         if core is not None:
-            self.constants = _constants(core, tensors["mean"])
+            self.beta, self.constants = _constants(core, tensors["mean"])
 
     @property
     def state(self) -> object:
@@ -93,7 +93,7 @@ class SeatLayer(CacheLayerMixin):
         assert key_mask is None, "the tokens of seats are all real"
         wide = compute_dtype(q, k, v)
         queries, values = q.to(wide), v.to(wide)
-        keys, q_far, k_far = core.decoding_inputs(queries, k.to(wide), rotation)
+        keys, q_far, k_far = core.decoding_inputs(queries, k.to(wide), self.beta, rotation)
         if self._has_kernel(core, q_far, k_far, values):
             out = self._by_kernel(core, queries, keys, values, q_far, k_far)
         else:
@@ -204,8 +204,6 @@ class SeatLayer(CacheLayerMixin):
         """Add one key and value of every seat to a state, or of those that are wanted."""
         log_mass, mean = (self.tensors[prefix + name] for name in ("log_mass", "mean"))
         weight = (self.constants["beta"][:, None] * k[:, :, 0]).to(mean.dtype)
-        if self.constants["normalize_keys"]:
-            weight = torch.log_softmax(weight, -1)
         after = torch.logaddexp(log_mass, weight)
         share = torch.exp(weight - after)[..., None]
         if wanted is not None:
@@ -258,7 +256,7 @@ class SeatLayer(CacheLayerMixin):
         other = SeatLayer(None, tensors, position)
         other.core = self.core
         if self.core is not None:
-            other.constants = self.constants
+            other.beta, other.constants = self.beta, self.constants
         return other
 
     def copy_(self, seat: int, stream: dict[str, Tensor]) -> None:
@@ -272,18 +270,17 @@ def cache_of(layers: list[SeatLayer]) -> Cache:
     return Cache(layers=list(layers))
 
 
-def _constants(core: LLNAttention, mean: Tensor) -> dict[str, Any]:
-    """What evaluation takes from a core's statistics, read once."""
+def _constants(core: LLNAttention, mean: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """What evaluation takes from a core's statistics, read once: β for its features, and theirs."""
     with torch.no_grad():
         alpha, beta = (x.to(mean.dtype).clone() for x in core.scales())
-        found: dict[str, Any] = {"alpha": alpha, "beta": beta}
-        found["normalize_keys"] = core.statistics.matching.normalize_keys
+        found: dict[str, Any] = {"alpha": alpha, "beta": core.far_beta(beta)}
         if core.level is not None:
             found["gamma"] = core.stored_level().to(mean.dtype).clone()
         else:
             weight = core.mix_weight(mean.dtype)
             found["mix"] = mean.new_full((core.num_heads,), 0.5) if weight is None else weight
-    return found
+    return beta, found
 
 
 def _like(flags: Bool[Tensor, " B"], x: Tensor) -> Tensor:

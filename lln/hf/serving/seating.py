@@ -65,7 +65,7 @@ def _of_window(window: OpenWindow, tokens: int, core: LLNAttention) -> dict[str,
     if local.sinks:
         found.update(sink_k=window.sink_k, sink_v=window.sink_v)
     if local.joint:
-        if local.overlap and core.features is not None:
+        if local.overlap and core.has_features:
             found["near_features"] = window.k_far.roll(first % width, 2)
         waiting = _pending(window, tokens, first, core)
         found.update(pending_log_mass=waiting.log_mass, pending_mean=waiting.mean)
@@ -81,9 +81,8 @@ def _pending(window: OpenWindow, tokens: int, first: int, core: LLNAttention) ->
     return summarize(
         window.k_far,
         window.v,
-        beta=core.scales()[1],
+        beta=core.far_beta(core.scales()[1]),
         key_mask=gone[None],
-        normalize_keys=core.statistics.matching.normalize_keys,
         impl=core.impl,
     )
 

@@ -93,7 +93,7 @@ class AttentionCall:
         kernel: "softmax", "lln", "near_far" (LLN and softmax under one normaliser), or the name of
             an attention that cannot be measured.
         q, k: In float32 or wider; q is scaled so that the softmax scores are qᵀk/√D. Features of
-            its own if LLN has some.
+            its own if LLN has some, such as normalised keys.
         key_mask: True = may be attended.
         bias: What is added to the scores where a key mask and causality do not tell it all; −inf
             where a query cannot see a key. Hb is H, or 1 for all heads alike.
@@ -114,7 +114,6 @@ class AttentionCall:
     unreadable: str = ""
     alpha: Float[Tensor, "S H"] | None = None
     beta: Float[Tensor, "S Hkv"] | None = None
-    normalize_keys: bool = False
     branches: Branches | None = None
     kept: tuple[tuple[int, ...], AttentionCall] | None = None
 
@@ -201,7 +200,6 @@ class AttentionCall:
             kernel=self.kernel,
             alpha=self.alpha,
             beta=self.beta,
-            normalize_keys=self.normalize_keys,
             key_mask=self.key_mask,
             is_causal=self.is_causal,
             rows=rows,
@@ -288,8 +286,6 @@ class AttentionCall:
         alpha = self.alpha[sample, heads].double()[:, None, None]
         beta = repeat_heads(self.beta[sample, None], self.heads)[0, heads].double()[:, None, None]
         log_k = beta * k
-        if self.normalize_keys:
-            log_k = torch.log_softmax(log_k, dim=-1)
         log_mass = torch.logsumexp(log_k, dim=-2, keepdim=True)
         return torch.softmax(alpha * q + log_mass, dim=-1) @ (log_k - log_mass).exp().mT
 
@@ -302,8 +298,6 @@ class AttentionCall:
         alpha = self.alpha[sample, heads].double()[:, None, None]
         beta = repeat_heads(self.beta[sample, None], self.heads)[0, heads].double()[:, None, None]
         log_k = beta * k
-        if self.normalize_keys:
-            log_k = torch.log_softmax(log_k, dim=-1)
         level = torch.logsumexp(alpha * q + torch.logsumexp(log_k, -2, keepdim=True), -1)
         far = self._lln_weights(sample, heads, q, k).log() + level[..., None]
         far = far + both.gamma[sample, heads].double()[:, None, None]
@@ -330,8 +324,7 @@ class AttentionCall:
         options = {"scale": both.scale, "key_mask": self.key_mask, "is_causal": self.is_causal}
         share = near_share_of(
             both.q, both.k, ones, q_far=self.q, k_far=self.k, alpha=self.alpha, beta=self.beta,
-            gamma=both.gamma, normalize_keys=self.normalize_keys,
-            **both.window, **options,
+            gamma=both.gamma, **both.window, **options,
         )  # fmt: skip
         counted = self.tokens[:, None].to(share.dtype)
         return self.without_kept((share * counted).sum(-1) / counted.sum(-1).clamp(min=1))
@@ -349,15 +342,7 @@ class AttentionCall:
         op = causal if self.is_causal else bidirectional
         v = self.branches.v
         shared = {"key_mask": self.key_mask, "impl": "eager"}
-        linear = op(
-            self.q,
-            self.k,
-            v,
-            alpha=self.alpha,
-            beta=self.beta,
-            normalize_keys=self.normalize_keys,
-            **shared,
-        )
+        linear = op(self.q, self.k, v, alpha=self.alpha, beta=self.beta, **shared)
         q = self.q if self.branches.q is None else self.branches.q
         k = self.k if self.branches.k is None else self.branches.k
         window = {"scale": self.branches.scale, **self.branches.window}

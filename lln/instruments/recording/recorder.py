@@ -188,7 +188,6 @@ class _Recorder:
             unreadable="its blocks are causal" if options.get("causal_block") else "",
             alpha=readable(options["alpha"], n),
             beta=readable(options["beta"], n),
-            normalize_keys=options.get("normalize_keys", False),
             branches=branches,
         )
 

@@ -49,7 +49,6 @@ def causal(
     log_mass: Floats,
     mean: Floats,
     slot_dropout: MaybeFloats,
-    normalize_keys: bool,
     wide: bool,
 ) -> Any:
     """Output ``[B, H, N, E]`` and ℓ ``[B, H, N]``, +inf in rows that see nothing."""
@@ -60,7 +59,7 @@ def causal(
     def whole_tiles(x: Any, value: float = 0.0) -> Any:
         return padded(x, axes(0), after, value)
 
-    features = key_features(wide_input(k, *inputs), beta, key_mask, normalize_keys)
+    features = key_features(wide_input(k, *inputs), beta, key_mask)
     values = hidden(wide_input(v, *inputs), key_mask)
     a = whole_tiles(op.Mul(wide_input(q, *inputs), per_head(alpha)))
     f = whole_tiles(repeated(features, k.shape[1], heads, width), NOTHING)

@@ -30,12 +30,11 @@ def summarize(
     v: Floats,
     beta: Floats,
     key_mask: MaybeBools,
-    normalize_keys: bool,
 ) -> Any:
     """L ``[B, Hkv, D]`` and M ``[B, Hkv, D, E]``."""
     if k.shape[2] == 0:
         return _empty(k, v)
-    features = key_features(wide_input(k, v), beta, key_mask, normalize_keys)
+    features = key_features(wide_input(k, v), beta, key_mask)
     return state_of(features, hidden(wide_input(v, k), key_mask), 4)
 
 
@@ -68,12 +67,9 @@ def state_of(features: Any, values: Any, rank: int) -> tuple[Any, Any]:
     return op.Add(op.Squeeze(shift, axes(-2)), op.Log(mass)), mean
 
 
-def key_features(k: Any, beta: Any, key_mask: Any | None, normalize_keys: bool) -> Any:
-    """β k_jl, or log_softmax_l(β k_jl), of wide keys; −inf where ``key_mask`` is False."""
-    features = op.Mul(k, per_head(beta))
-    if normalize_keys:
-        features = op.LogSoftmax(features, axis=-1)
-    return hidden(features, key_mask, NOTHING)
+def key_features(k: Any, beta: Any, key_mask: Any | None) -> Any:
+    """β k_jl of wide keys; −inf where ``key_mask`` is False."""
+    return hidden(op.Mul(k, per_head(beta)), key_mask, NOTHING)
 
 
 def _empty(k: Any, v: Any) -> tuple[Any, Any]:

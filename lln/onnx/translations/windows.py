@@ -104,7 +104,6 @@ def far(
     mean: Floats,
     key_mask: MaybeBools,
     dropout: MaybeFloats,
-    normalize_keys: bool,
     block: int,
     overlap: int,
     origin: int,
@@ -117,7 +116,7 @@ def far(
     _check(q, k, origin, dropout)
     inputs, heads = (q, k, v), k.shape[1]
     after, none = missing(length(q), block), (log_mass, mean)
-    features = key_features(wide_input(k, *inputs), beta, key_mask, normalize_keys)
+    features = key_features(wide_input(k, *inputs), beta, key_mask)
     values = hidden(wide_input(v, *inputs), key_mask)
     total, shift = op.Add(length(k), after), axes(max(overlap, 0))
 

@@ -43,9 +43,9 @@ def refuses(call: Call) -> str | None:
     return None
 
 
-def summarize(k, v, *, beta, key_mask=None, normalize_keys=False) -> tuple[Tensor, Tensor]:
+def summarize(k, v, *, beta, key_mask=None) -> tuple[Tensor, Tensor]:
     """(L, M) of a set of keys in the compute dtype."""
-    return summarize_op(k, v, beta, key_mask, normalize_keys)
+    return summarize_op(k, v, beta, key_mask)
 
 
 def read(q, log_mass, mean, *, alpha, slot_dropout=None, wide=False) -> Tensor:
@@ -53,11 +53,9 @@ def read(q, log_mass, mean, *, alpha, slot_dropout=None, wide=False) -> Tensor:
     return read_op(q, alpha, log_mass, mean, slot_dropout, wide)
 
 
-def bidirectional(
-    q, k, v, *, alpha, beta, key_mask=None, normalize_keys=False, slot_dropout=None, wide=False
-) -> Tensor:
+def bidirectional(q, k, v, *, alpha, beta, key_mask=None, slot_dropout=None, wide=False) -> Tensor:
     """LLN attention: every query reads the summary of all keys."""
-    log_mass, mean = summarize(k, v, beta=beta, key_mask=key_mask, normalize_keys=normalize_keys)
+    log_mass, mean = summarize(k, v, beta=beta, key_mask=key_mask)
     return read(q, log_mass, mean, alpha=alpha, slot_dropout=slot_dropout, wide=wide)
 
 
@@ -69,7 +67,6 @@ def causal(
     alpha,
     beta,
     key_mask=None,
-    normalize_keys=False,
     state=None,
     slot_dropout=None,
     wide=False,
@@ -77,11 +74,11 @@ def causal(
     """Causal LLN attention: query i sees keys j ≤ i + M − N, and those of ``state``."""
 
     def before(k, v, mask):
-        return summarize(k, v, beta=beta, key_mask=mask, normalize_keys=normalize_keys)
+        return summarize(k, v, beta=beta, key_mask=mask)
 
     def attend(q, k, v, key_mask, drop, given):
         given = given or before(k[:, :, :0], v[:, :, :0], None)
-        out, _ = causal_op(q, k, v, alpha, beta, key_mask, *given, drop, normalize_keys, wide)
+        out, _ = causal_op(q, k, v, alpha, beta, key_mask, *given, drop, wide)
         return out
 
     def read_alone(q, log_mass, mean, drop):
@@ -101,7 +98,6 @@ def block_causal(
     beta,
     causal_block,
     key_mask=None,
-    normalize_keys=False,
     slot_dropout=None,
     wide=False,
 ) -> Tensor:
@@ -112,7 +108,7 @@ def block_causal(
     before = summarize(k[:, :, :0], v[:, :, :0], beta=beta)
     out, _ = far_op(
         *(q, k, v, alpha, beta, *before, key_mask, slot_dropout),
-        *(normalize_keys, causal_block, -causal_block, 0, True),
+        *(causal_block, -causal_block, 0, True),
     )
     return out if wide else out.to(q.dtype)
 
@@ -131,7 +127,6 @@ def lln_diag(
     key_mask=None,
     is_causal=False,
     causal_block=None,
-    normalize_keys=False,
     mix=None,
     q_far=None,
     k_far=None,
@@ -149,7 +144,6 @@ def lln_diag(
         alpha=alpha,
         beta=beta,
         key_mask=key_mask,
-        normalize_keys=normalize_keys,
         slot_dropout=slot_dropout,
         wide=True,
     )
@@ -205,9 +199,6 @@ def varlen(
     block=None,
     scale=1.0,
     is_causal=False,
-    normalize_keys=False,
 ) -> Tensor:
     """LLN attention of each packed sequence by itself; LLN+Diag with ``block``."""
-    return varlen_op(
-        q, k, v, cu_q, cu_k, alpha, beta, key_mask, block or 0, scale, is_causal, normalize_keys
-    )
+    return varlen_op(q, k, v, cu_q, cu_k, alpha, beta, key_mask, block or 0, scale, is_causal)

@@ -52,11 +52,11 @@ def _normalize(rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 def _causal(
-    q, k, v, alpha, beta, key_mask, log_mass, mean, slot_dropout, normalize_keys, wide
+    q, k, v, alpha, beta, key_mask, log_mass, mean, slot_dropout, wide
 ) -> tuple[Tensor, Tensor]:
-    inputs = Inputs(q, k, v, alpha, beta, key_mask, slot_dropout, normalize_keys)
+    inputs = Inputs(q, k, v, alpha, beta, key_mask, slot_dropout)
     out, row_mass = _causal_shapes(
-        q, k, v, alpha, beta, key_mask, log_mass, mean, slot_dropout, normalize_keys, wide
+        q, k, v, alpha, beta, key_mask, log_mass, mean, slot_dropout, wide
     )
     if q.shape[0] * q.shape[1] == 0:  # no rows at all: there is nothing to cut into tiles
         return out, row_mass
@@ -68,30 +68,25 @@ def _causal(
     return out, row_mass
 
 
-def _causal_shapes(
-    q, k, v, alpha, beta, key_mask, log_mass, mean, slot_dropout, normalize_keys, wide
-):
+def _causal_shapes(q, k, v, alpha, beta, key_mask, log_mass, mean, slot_dropout, wide):
     dtype = compute_dtype(q, k, v)
     out = q.new_empty((*q.shape[:3], v.shape[-1]), dtype=dtype if wide else q.dtype)
     return out, q.new_empty(q.shape[:3], dtype=dtype)
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.normalize_keys, _ = inputs
-    ctx.save_for_backward(*tensors, output[1])
+    ctx.save_for_backward(*inputs[:-1], output[1])
 
 
 def _differentiate(ctx, d_out, d_row_mass):
-    *grads, d_mass, d_mean = causal_backward(
-        d_out, d_row_mass, *ctx.saved_tensors, ctx.normalize_keys
-    )
-    return *grads, None, d_mass, d_mean, None, None, None
+    *grads, d_mass, d_mean = causal_backward(d_out, d_row_mass, *ctx.saved_tensors)
+    return *grads, None, d_mass, d_mean, None, None
 
 
 causal_op = register(
     "causal_eager"
     "(Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor? key_mask, Tensor log_mass, "
-    "Tensor mean, Tensor? slot_dropout, bool normalize_keys, bool wide) -> (Tensor, Tensor)",
+    "Tensor mean, Tensor? slot_dropout, bool wide) -> (Tensor, Tensor)",
     without_autocast(over_heads(_causal, _causal_shapes)),
     _causal_shapes,
     save=_save,

@@ -59,14 +59,9 @@ class Scratch:
         return flat[:size].view(shape)
 
 
-def key_features(
-    k: Tensor, beta: Tensor, mask: Tensor | None, normalize_keys: bool, scratch: Scratch
-) -> Tensor:
-    """β k_jl, or log_softmax_l(β k_jl); −inf where ``mask`` is False. ``[B, Hkv, M, D]``."""
+def key_features(k: Tensor, beta: Tensor, mask: Tensor | None, scratch: Scratch) -> Tensor:
+    """β k_jl; −inf where ``mask`` is False. ``[B, Hkv, M, D]``."""
     features = torch.mul(k, beta[..., None, None], out=scratch("features", *k.shape))
-    if normalize_keys:
-        normalized = scratch("normalized", *k.shape)
-        features = torch.log_softmax(features, dim=-1, out=normalized)
     if mask is not None:
         features.masked_fill_(~mask[:, None, :, None], -torch.inf)
     return features
@@ -79,11 +74,9 @@ def clean_values(v: Tensor, mask: Tensor | None, scratch: Scratch) -> Tensor:
 
 
 def key_gradients(
-    d_features: Tensor, features: Tensor, k: Tensor, beta: Tensor, normalize_keys: bool
+    d_features: Tensor, features: Tensor, k: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of k and β from the gradient of the features; ``d_features`` is consumed."""
-    if normalize_keys:
-        d_features -= features.exp() * d_features.sum(-1, keepdim=True)
     products = d_features * k
     products.masked_fill_(features == -torch.inf, 0)
     return d_features.mul_(beta[..., None, None]), products.sum((-1, -2))

@@ -28,7 +28,7 @@ from lln.protocols import compute_dtype
 
 
 def _summarize(
-    k: Tensor, v: Tensor, beta: Tensor, key_mask: Tensor | None, normalize_keys: bool
+    k: Tensor, v: Tensor, beta: Tensor, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     dtype = compute_dtype(k, v)
     scratch = Scratch(k, dtype)
@@ -38,7 +38,7 @@ def _summarize(
     total = k.new_zeros((batch, heads, width, v.shape[-1]), dtype=dtype)
     for part in chunks(k):
         mask = None if key_mask is None else key_mask[:, part]
-        features = key_features(k[:, :, part], beta, mask, normalize_keys, scratch)
+        features = key_features(k[:, :, part], beta, mask, scratch)
         values = clean_values(v[:, :, part], mask, scratch)
         higher = torch.maximum(top, features.amax(-2))
         shift = finite_or_zero(higher)
@@ -60,7 +60,6 @@ def _summarize_backward(
     key_mask: Tensor | None,
     log_mass: Tensor,
     mean: Tensor,
-    normalize_keys: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     scratch = Scratch(k, mean.dtype)
     shift = finite_or_zero(log_mass)[..., None, :]
@@ -69,14 +68,12 @@ def _summarize_backward(
     d_beta = torch.zeros_like(log_mass[..., 0])
     for part in chunks(k):
         mask = None if key_mask is None else key_mask[:, part]
-        features = key_features(k[:, :, part], beta, mask, normalize_keys, scratch)
+        features = key_features(k[:, :, part], beta, mask, scratch)
         values = clean_values(v[:, :, part], mask, scratch)
         weights = torch.sub(features, shift, out=scratch("weights", *features.shape)).exp_()
         d_v[:, :, part] = weights @ d_mean
         d_features = weights.mul_(times_transposed(values, d_mean).add_(constant))
-        d_part, d_beta_part = key_gradients(
-            d_features, features, k[:, :, part], beta, normalize_keys
-        )
+        d_part, d_beta_part = key_gradients(d_features, features, k[:, :, part], beta)
         d_k[:, :, part] = d_part
         d_beta += d_beta_part
     return d_k, d_v, d_beta
@@ -157,15 +154,13 @@ def _read_backward(
     return d_q, d_alpha.flatten(1, 2), d_log_mass, d_mean
 
 
-def _summarize_shapes(k, v, beta, key_mask, normalize_keys):
+def _summarize_shapes(k, v, beta, key_mask):
     dtype = compute_dtype(k, v)
     log_mass = k.new_empty((*k.shape[:2], k.shape[3]), dtype=dtype)
     return log_mass, k.new_empty((*log_mass.shape, v.shape[-1]), dtype=dtype)
 
 
-def _summarize_backward_shapes(
-    d_log_mass, d_mean, k, v, beta, key_mask, log_mass, mean, normalize_keys
-):
+def _summarize_backward_shapes(d_log_mass, d_mean, k, v, beta, key_mask, log_mass, mean):
     return torch.empty_like(k), torch.empty_like(v), log_mass.new_empty(log_mass.shape[:2])
 
 
@@ -181,7 +176,7 @@ def _read_backward_shapes(d_out, q, alpha, log_mass, mean, slot_dropout):
 summarize_backward = register(
     "summarize_backward_eager"
     "(Tensor d_log_mass, Tensor d_mean, Tensor k, Tensor v, Tensor beta, Tensor? key_mask, "
-    "Tensor log_mass, Tensor mean, bool normalize_keys) -> (Tensor, Tensor, Tensor)",
+    "Tensor log_mass, Tensor mean) -> (Tensor, Tensor, Tensor)",
     without_autocast(over_heads(_summarize_backward, _summarize_backward_shapes)),
     _summarize_backward_shapes,
     batched=True,
@@ -197,16 +192,11 @@ read_backward = register(
 
 
 def _save_for_summarize(ctx, inputs, output):
-    *tensors, ctx.normalize_keys = inputs
-    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_backward(*inputs, *output)
 
 
 def _differentiate_summarize(ctx, d_log_mass, d_mean):
-    k, v, beta, key_mask, log_mass, mean = ctx.saved_tensors
-    d_k, d_v, d_beta = summarize_backward(
-        d_log_mass, d_mean, k, v, beta, key_mask, log_mass, mean, ctx.normalize_keys
-    )
-    return d_k, d_v, d_beta, None, None
+    return *summarize_backward(d_log_mass, d_mean, *ctx.saved_tensors), None
 
 
 def _save_for_read(ctx, inputs, output):
@@ -218,8 +208,7 @@ def _differentiate_read(ctx, d_out):
 
 
 summarize_op = register(
-    "summarize_eager"
-    "(Tensor k, Tensor v, Tensor beta, Tensor? key_mask, bool normalize_keys) -> (Tensor, Tensor)",
+    "summarize_eager(Tensor k, Tensor v, Tensor beta, Tensor? key_mask) -> (Tensor, Tensor)",
     without_autocast(over_heads(_summarize, _summarize_shapes)),
     _summarize_shapes,
     save=_save_for_summarize,

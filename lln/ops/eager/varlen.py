@@ -108,18 +108,16 @@ def in_groups(
     return out
 
 
-def _attend(q, k, v, alpha, beta, key_mask, block, scale, is_causal, normalize_keys) -> Tensor:
+def _attend(q, k, v, alpha, beta, key_mask, block, scale, is_causal) -> Tensor:
     from lln.ops import eager  # the package lists this file's ops too
 
-    options = {"alpha": alpha, "beta": beta, "key_mask": key_mask, "normalize_keys": normalize_keys}
+    options = {"alpha": alpha, "beta": beta, "key_mask": key_mask}
     if block:
         return eager.lln_diag(q, k, v, block=block, scale=scale, is_causal=is_causal, **options)
     return (eager.causal if is_causal else eager.bidirectional)(q, k, v, **options)
 
 
-def _varlen(
-    q, k, v, cu_q, cu_k, alpha, beta, key_mask, block, scale, is_causal, normalize_keys
-) -> Tensor:
+def _varlen(q, k, v, cu_q, cu_k, alpha, beta, key_mask, block, scale, is_causal) -> Tensor:
     out = q.new_zeros((*q.shape[:2], v.shape[-1]))
     for group in _groups(cu_q, cu_k, is_causal or block > 0):
         attended = _attend(
@@ -132,41 +130,36 @@ def _varlen(
             block,
             scale,
             is_causal,
-            normalize_keys,
         )
         group.unpad_(out, attended, group.queries)
     return out
 
 
-def _bidirectional_backward(d_out, q, k, v, alpha, beta, key_mask, normalize_keys):
-    log_mass, mean = summarize_op(k, v, beta, key_mask, normalize_keys)
+def _bidirectional_backward(d_out, q, k, v, alpha, beta, key_mask):
+    log_mass, mean = summarize_op(k, v, beta, key_mask)
     d_q, d_alpha, d_log_mass, d_mean = read_backward(d_out, q, alpha, log_mass, mean, None)
-    d_k, d_v, d_beta = summarize_backward(
-        d_log_mass, d_mean, k, v, beta, key_mask, log_mass, mean, normalize_keys
-    )
+    d_k, d_v, d_beta = summarize_backward(d_log_mass, d_mean, k, v, beta, key_mask, log_mass, mean)
     return [d_q, d_k, d_v, d_alpha, d_beta]
 
 
-def _causal_backward(d_out, q, k, v, alpha, beta, key_mask, normalize_keys):
+def _causal_backward(d_out, q, k, v, alpha, beta, key_mask):
     """Gradients: early keys are a state before the square, blind queries see nothing."""
     early, blind = early_and_blind(q, k)
     prefix = k[:, :, :early], v[:, :, :early], beta, key_mask[:, :early]
-    state = summarize_op(*prefix, normalize_keys)
+    state = summarize_op(*prefix)
     square = q[:, :, blind:], k[:, :, early:], v[:, :, early:], alpha, beta, key_mask[:, early:]
-    _, row_mass = causal_op(*square, *state, None, normalize_keys, False)
+    _, row_mass = causal_op(*square, *state, None, False)
     d_q, d_k, d_v, d_alpha, d_beta, *d_state = causal_backward(
-        d_out[:, :, blind:], None, *square, *state, None, row_mass, normalize_keys
+        d_out[:, :, blind:], None, *square, *state, None, row_mass
     )
-    d_early_k, d_early_v, d_early_beta = summarize_backward(
-        *d_state, *prefix, *state, normalize_keys
-    )
+    d_early_k, d_early_v, d_early_beta = summarize_backward(*d_state, *prefix, *state)
     d_q = torch.cat([torch.zeros_like(q[:, :, :blind]), d_q], 2)
     d_k, d_v = torch.cat([d_early_k, d_k], 2), torch.cat([d_early_v, d_v], 2)
     return [d_q, d_k, d_v, d_alpha, d_beta + d_early_beta]
 
 
 def _attend_backward(
-    d_out, q, k, v, alpha, beta, key_mask, block, scale, is_causal, normalize_keys
+    d_out, q, k, v, alpha, beta, key_mask, block, scale, is_causal
 ) -> list[Tensor]:
     """Gradients of q, k, v, α, β by the ops' own backward passes.
 
@@ -174,11 +167,11 @@ def _attend_backward(
     """
     linear = _causal_backward if is_causal else _bidirectional_backward
     if not block:
-        return linear(d_out, q, k, v, alpha, beta, key_mask, normalize_keys)
+        return linear(d_out, q, k, v, alpha, beta, key_mask)
     wide = compute_dtype(q, k, v)
     half = d_out.to(wide) / 2
     q, k, v = q.to(wide), k.to(wide), v.to(wide)
-    grads = linear(half, q, k, v, alpha, beta, key_mask, normalize_keys)
+    grads = linear(half, q, k, v, alpha, beta, key_mask)
     local = block_diagonal_backward(half, q, k, v, key_mask, None, block, scale, is_causal)
     for i in range(3):
         grads[i] = grads[i] + local[i]
@@ -186,7 +179,7 @@ def _attend_backward(
 
 
 def _varlen_backward(
-    d_out, q, k, v, cu_q, cu_k, alpha, beta, key_mask, block, scale, is_causal, normalize_keys
+    d_out, q, k, v, cu_q, cu_k, alpha, beta, key_mask, block, scale, is_causal
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     d_alpha, d_beta = torch.zeros_like(alpha), torch.zeros_like(beta)
@@ -202,7 +195,6 @@ def _varlen_backward(
             block,
             scale,
             is_causal,
-            normalize_keys,
         )
         group.unpad_(d_q, grads[0], group.queries)
         group.unpad_(d_k, grads[1], group.keys)
@@ -211,7 +203,7 @@ def _varlen_backward(
     return d_q, d_k, d_v, d_alpha, d_beta
 
 
-def _shapes(q, k, v, cu_q, cu_k, alpha, beta, key_mask, block, scale, is_causal, normalize_keys):
+def _shapes(q, k, v, cu_q, cu_k, alpha, beta, key_mask, block, scale, is_causal):
     return q.new_empty((*q.shape[:2], v.shape[-1]))
 
 
@@ -221,7 +213,7 @@ def _backward_shapes(d_out, q, k, v, cu_q, cu_k, alpha, beta, *options):
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, Tensor alpha, Tensor beta, "
-    "Tensor? key_mask, int block, float scale, bool is_causal, bool normalize_keys"
+    "Tensor? key_mask, int block, float scale, bool is_causal"
 )
 varlen_backward = register(
     "varlen_backward_eager"
@@ -238,7 +230,7 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, d_out):
     d_q, d_k, d_v, d_alpha, d_beta = varlen_backward(d_out, *ctx.saved_tensors, *ctx.options)
-    return d_q, d_k, d_v, None, None, d_alpha, d_beta, *([None] * 5)
+    return d_q, d_k, d_v, None, None, d_alpha, d_beta, *([None] * 4)
 
 
 varlen_op = register(

@@ -165,15 +165,6 @@ def store_tile(
 
 
 @jit
-def log_softmax(x, inside, AXIS: tl.constexpr, PADDED: tl.constexpr):
-    """Base-2 log-softmax over the features, which run along AXIS; padding is left out."""
-    if PADDED:
-        x = tl.where(tl.expand_dims(inside, 1 - AXIS), x, float("-inf"))
-    x -= tl.expand_dims(tl.max(x, axis=AXIS), AXIS)
-    return x - tl.expand_dims(tl.log2(tl.sum(tl.exp2(x), axis=AXIS)), AXIS)
-
-
-@jit
 def load_parts(
     PARTS,
     first,

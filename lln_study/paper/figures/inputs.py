@@ -15,6 +15,7 @@ from torch import Tensor
 from lln.instruments import measure
 from lln.instruments.heads import build_head
 from lln.moments import match_moments
+from lln.ops.normalized_keys import normalized_keys
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,10 @@ class Attention:
 
     def matrix(self, q: Tensor, k: Tensor) -> Tensor:
         """P [N, N] of one head."""
-        scales = self.scales(q, k)
-        head = build_head(self.kernel, q[0, 0], k[0, 0], scales, self.normalize_keys, False)
+        alpha, beta = self.scales(q, k)
+        if self.normalize_keys:
+            k, beta = normalized_keys(k.double(), k.new_tensor([[beta]])), 1.0
+        head = build_head(self.kernel, q[0, 0], k[0, 0], (alpha, beta), is_causal=False)
         return head.rows(torch.arange(head.queries))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -23,19 +21,19 @@ def test_lengths(length, dtype, device):
     compare(kernels.causal, reference.causal, tensors, dtype, floor=0.1)
 
 
-def check_groups_and_masks(length, dtype, normalize_keys, device):
+def check_groups_and_masks(length, dtype, device):
     tensors = inputs(2, 2, length, None, 48, 16, key_heads=1, device=device)
     mask = torch.rand(2, length, device=device) > 0.3
     mask[0, :70] = False  # rows that see nothing, over more than a chunk
     compare(
         kernels.causal, reference.causal, tensors, dtype,
-        floor=0.1, key_mask=mask, normalize_keys=normalize_keys,
+        floor=0.1, key_mask=mask,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype, normalize_keys", [(torch.float32, False), (torch.float16, True)])
-def test_groups_masks_and_unequal_widths(dtype, normalize_keys, device):
-    check_groups_and_masks(140, dtype, normalize_keys, device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_groups_masks_and_unequal_widths(dtype, device):
+    check_groups_and_masks(140, dtype, device)
 
 
 # What the careful path replaces may have overflown before.
@@ -48,16 +46,12 @@ def test_no_input_underflows(name, device):
     compare(kernels.causal, reference.causal, tensors, torch.float32, floor=1.0)
 
 
-def test_careful_path_with_masks_and_normalized_keys(device):
+def test_careful_path_with_masks(device):
     tensors = inputs(1, 2, 50, width=16, key_heads=1, device=device)
     tensors["k"][:, :, 30] += 90
     mask = torch.rand(1, 50, device=device) > 0.3
     mask[:, 30] = True
-    for normalize_keys in (False, True):
-        compare(
-            kernels.causal, reference.causal, tensors, torch.float32,
-            floor=1.0, key_mask=mask, normalize_keys=normalize_keys,
-        )  # fmt: skip
+    compare(kernels.causal, reference.causal, tensors, torch.float32, floor=1.0, key_mask=mask)
 
 
 @pytest.mark.parametrize("queries, keys", [(30, 100), (70, 30), (5, 0), (0, 5)])
@@ -114,13 +108,11 @@ def test_causal_lln_diag(dtype, heads, learned, device):
     compare(kernels.lln_diag, reference.lln_diag, tensors, dtype, floor=0.1, **options)
 
 
-@pytest.mark.parametrize("normalize_keys", [False, True])
-def test_causal_lln_diag_with_masks(normalize_keys, device):
+def test_causal_lln_diag_with_masks(device):
     tensors = inputs(2, 2, 70, width=16, values=32, key_heads=1, device=device)
     mask = torch.rand(2, 70, device=device) > 0.4
     mask[1, :40] = False
     options = {"block": 16, "scale": 0.25, "is_causal": True, "key_mask": mask}
-    options["normalize_keys"] = normalize_keys
     compare(kernels.lln_diag, reference.lln_diag, tensors, torch.float32, floor=0.1, **options)
 
 
@@ -145,9 +137,7 @@ def test_masked_content_never_matters(device):
 
 
 # The interpreter has no dot of bfloat16, and takes seconds for each of these.
-CARRIED = [(torch.float32, True), (torch.float16, False)]
-if DEVICE == "cuda":
-    CARRIED = list(itertools.product((torch.float32, *HALF), (False, True)))
+CARRIED = [torch.float32, *HALF] if DEVICE == "cuda" else [torch.float32, torch.float16]
 
 
 @pytest.fixture
@@ -162,9 +152,9 @@ def carried_sums(monkeypatch):
     tiles.forget()
 
 
-@pytest.mark.parametrize("dtype, normalize_keys", CARRIED)
-def test_carried_sums_with_groups_and_masks(carried_sums, dtype, normalize_keys, device):
-    check_groups_and_masks(300, dtype, normalize_keys, device)
+@pytest.mark.parametrize("dtype", CARRIED)
+def test_carried_sums_with_groups_and_masks(carried_sums, dtype, device):
+    check_groups_and_masks(300, dtype, device)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in reduce:RuntimeWarning")

@@ -11,9 +11,8 @@ from tests.helpers import relative_error
 from tests.ops.triton.compare import inputs
 
 
-@pytest.mark.parametrize("normalize_keys", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_decode_equals_merge_and_read(dtype, normalize_keys, device):
+def test_decode_equals_merge_and_read(dtype, device):
     given = inputs(3, 4, 6, None, 48, 32, key_heads=2, device=device)
     q, k, v = (given[n].to(dtype) for n in ("q", "k", "v"))
     alpha, beta = given["alpha"].float(), given["beta"].float()
@@ -24,7 +23,7 @@ def test_decode_equals_merge_and_read(dtype, normalize_keys, device):
     exact = eager.summarize(*(x.double() for x in empty), beta=beta.double())
     for t in range(6):
         now = slice(t, t + 1)
-        token = {"beta": beta, "key_mask": mask[:, now], "normalize_keys": normalize_keys}
+        token = {"beta": beta, "key_mask": mask[:, now]}
         out, *state = kernels.decode(
             q[:, :, now], k[:, :, now], v[:, :, now], *state, alpha=alpha, **token
         )

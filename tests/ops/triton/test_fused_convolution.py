@@ -69,7 +69,7 @@ def test_only_what_is_asked_for(block, device):
 def test_the_operator_keeps_its_promises(block, device):
     q, k, v, mix, weight, given = made(HALF, 1, 40, True, device, taps=5)
     scales = given["alpha"], given["beta"]
-    arguments = q, k, v, *scales, mix, given["key_mask"], block, 0, 0.2, False, weight
+    arguments = q, k, v, *scales, mix, given["key_mask"], block, 0, 0.2, weight
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
     kernels.lln_diag  # noqa: B018  # registers the operator
     operator = torch.ops.lln.lln_diag_train.default

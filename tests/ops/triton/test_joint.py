@@ -55,19 +55,14 @@ def test_fewer_tokens_than_a_window(tokens, is_causal, device):
 
 
 @pytest.mark.parametrize(
-    "dtype, normalize_keys, is_causal",
-    [
-        (torch.float32, True, False),
-        (torch.float32, True, True),
-        (torch.float16, False, True),
-    ],
+    "dtype, is_causal", [(torch.float32, False), (torch.float32, True), (torch.float16, True)]
 )
-def test_masks_groups_sinks_and_unequal_widths(dtype, normalize_keys, is_causal, device):
+def test_masks_groups_sinks_and_unequal_widths(dtype, is_causal, device):
     mask = torch.rand(2, 60, device=device) > 0.3
     mask[0, :36] = False  # blocks that see nothing, near or far
     options = {"block": 16, "overlap": 16, "sinks": 3, "is_causal": is_causal, "key_mask": mask}
     tensors = inputs(60, heads=2, key_heads=1, slots=48, device=device)
-    check(tensors, dtype, normalize_keys=normalize_keys, **options)
+    check(tensors, dtype, **options)
 
 
 def alike(op):

@@ -11,12 +11,11 @@ from tests.helpers import adversarial
 from tests.ops.triton.compare import compare, inputs
 
 
-def blend(q, k, v, *, alpha, beta, mix, block, scale, key_mask=None, normalize_keys=False):
+def blend(q, k, v, *, alpha, beta, mix, block, scale, key_mask=None):
     """mix · LLN + (1 − mix) · Diag from the two references, rounded once."""
     wide = torch.promote_types(q.dtype, torch.float32)
     given = tuple(x.to(wide) for x in (q, k, v))
-    options = {"alpha": alpha, "beta": beta, "normalize_keys": normalize_keys}
-    linear = reference.bidirectional(*given, key_mask=key_mask, **options)
+    linear = reference.bidirectional(*given, alpha=alpha, beta=beta, key_mask=key_mask)
     local = reference.block_diagonal(*given, block=block, scale=scale, key_mask=key_mask)
     share = mix[:, None, None]
     return (share * linear + (1 - share) * local).to(q.dtype)
@@ -64,14 +63,14 @@ def test_wide_heads(device):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype, normalize_keys", [(torch.float32, False), (torch.float16, True)])
-def test_groups_masks_learned_mix(dtype, normalize_keys, device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_groups_masks_learned_mix(dtype, device):
     tensors = inputs(2, 2, 70, None, 48, 16, key_heads=1, device=device)
     tensors["mix"] = torch.rand(2, dtype=torch.float64, device=device)
     mask = torch.rand(2, 70, device=device) > 0.3
     compare(
         kernels.lln_diag, blend, tensors, dtype,
-        block=32, scale=0.2, key_mask=mask, normalize_keys=normalize_keys,
+        block=32, scale=0.2, key_mask=mask,
     )  # fmt: skip
 
 

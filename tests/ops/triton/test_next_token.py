@@ -58,7 +58,7 @@ def seats_of(core: LLNAttention, seats: int, dtype: torch.dtype, device: str) ->
     made |= {"near_k": zeros(width, WIDTH), "near_v": zeros(width, VALUES)}
     if local.sinks:
         made |= {"sink_k": zeros(local.sinks, WIDTH), "sink_v": zeros(local.sinks, VALUES)}
-    if local.overlap and core.features is not None:
+    if local.overlap and core.has_features:
         made["near_features"] = zeros(width, core.slots)
     position = torch.zeros(seats, dtype=torch.long, device=device)
     return SeatLayer(core, empty_like(made, seats), position)

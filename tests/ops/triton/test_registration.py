@@ -29,27 +29,27 @@ def arguments(name: str, device: str) -> tuple:
     packed = [x[0].transpose(0, 1).detach().requires_grad_() for x in (q, k, v)]
     step = [x[:, :, :1].detach() for x in (q, k, v)]
     return {
-        "bidirectional": (*(x.detach() for x in (q, k, v, alpha, beta)), mask, False),
+        "bidirectional": (*(x.detach() for x in (q, k, v, alpha, beta)), mask),
         "lln_diag": (
-            *(x.detach() for x in (q, k, v, alpha, beta)), None, mask, 16, 0, 0.2, False,
+            *(x.detach() for x in (q, k, v, alpha, beta)), None, mask, 16, 0, 0.2,
             torch.randn(1, 5, device=device),
         ),
-        "bidirectional_train": (q, k, v, alpha, beta, mask, False),
-        "summarize": (k, v, beta, mask, True),
+        "bidirectional_train": (q, k, v, alpha, beta, mask),
+        "summarize": (k, v, beta, mask),
         "read": (q, log_mass, mean, alpha),
         "lln_diag_train": (
-            q, k, v, alpha, beta, None, mask, 16, 0, 0.2, False, *tensors(device, (1, 5)),
+            q, k, v, alpha, beta, None, mask, 16, 0, 0.2, *tensors(device, (1, 5)),
         ),
         "block_diagonal": (q, k, v, mask, 16, 0.2, True),
-        "causal": (q, k, v, alpha, beta, log_mass, mean, mask, False),
-        "causal_average": (q, k, v, alpha, beta, mask, 16, 0.2, False),
+        "causal": (q, k, v, alpha, beta, log_mass, mean, mask),
+        "causal_average": (q, k, v, alpha, beta, mask, 16, 0.2),
         "near": (q, k, v, sinks, mask, 16, 0, 0.2, True),
         "near_far": (
             q, k, v, None, *tensors(device, K), alpha, beta, *tensors(device, ALPHA), sinks, mask,
-            mask, False, 16, 16, 0.2, False,
+            mask, 16, 16, 0.2, False,
         ),
-        "varlen": (*packed, cu, cu, alpha, beta, None, False),
-        "decode": (*step, *(x.detach() for x in (log_mass, mean, alpha, beta)), None, False),
+        "varlen": (*packed, cu, cu, alpha, beta, None),
+        "decode": (*step, *(x.detach() for x in (log_mass, mean, alpha, beta)), None),
         "standard_deviations": (q.detach(), k.detach(), mask, None),
         "match": (
             *(torch.rand(2, 3, device=device) for _ in range(2)), None, [1e-4, 1e-16, 1e30],

@@ -24,8 +24,7 @@ def test_read_of_summary_is_attention(length, dtype, device):
     compare(composed, reference.bidirectional, tensors, dtype, floor=4.0 * (length == 1))
 
 
-@pytest.mark.parametrize("normalize_keys", [False, True])
-def test_state_and_its_gradients(normalize_keys, device):
+def test_state_and_its_gradients(device):
     _, k, v = (x.float().to(device) for x in random_qkv(2, 2, 100, width=16))
     beta = torch.tensor([[1.0, 2.0], [3.0, 0.5]], device=device)
     mask = torch.rand(2, 100, device=device) > 0.3
@@ -33,7 +32,7 @@ def test_state_and_its_gradients(normalize_keys, device):
     results = []
     for op, dtype in ((kernels.summarize, torch.float32), (eager.summarize, torch.float64)):
         leaves = [x.to(dtype).clone().requires_grad_() for x in (k, v, beta)]
-        state = op(*leaves[:2], beta=leaves[2], key_mask=mask, normalize_keys=normalize_keys)
+        state = op(*leaves[:2], beta=leaves[2], key_mask=mask)
         loss = sum((x * w).sum() for x, w in zip(state, weights, strict=True))
         results.append((*state, *torch.autograd.grad(loss, leaves)))
     for got, exact in zip(*results, strict=True):

@@ -28,21 +28,15 @@ def test_average(length, block, overlap, device):
     compare(kernels.lln_diag, reference.lln_diag, tensors, HALF, **window)
 
 
-@pytest.mark.parametrize(
-    "length, block, overlap, normalize_keys",
-    [(200, 96, 32, True), (256, 128, 0, False), (150, 64, 16, False)],
-)
-def test_groups_masks_learned_mix(length, block, overlap, normalize_keys, device):
+@pytest.mark.parametrize("length, block, overlap", [(200, 96, 32), (256, 128, 0), (150, 64, 16)])
+def test_groups_masks_learned_mix(length, block, overlap, device):
     """Among the samples one whose last window sees nothing."""
     tensors = inputs(2, 2, length, None, 48, 16, key_heads=1, device=device)
     tensors["mix"] = learned(2, device)
     mask = torch.rand(2, length, device=device) > 0.3
     mask[1, length // 2 :] = False
     window = {"block": block, "overlap": overlap, "scale": 0.2}
-    compare(
-        kernels.lln_diag, reference.lln_diag, tensors, HALF,
-        **window, key_mask=mask, normalize_keys=normalize_keys,
-    )  # fmt: skip
+    compare(kernels.lln_diag, reference.lln_diag, tensors, HALF, **window, key_mask=mask)
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
@@ -119,7 +113,7 @@ def half_arguments(device: str) -> tuple:
     q, k, v = (torch.randn(s, device=device, dtype=HALF).requires_grad_() for s in shapes)
     alpha, beta, mix = (torch.rand(s, device=device) for s in ((2, 2), (2, 1), (2,)))
     mask = torch.rand(2, 70, device=device) > 0.3
-    return q, k, v, alpha, beta, mix.requires_grad_(), mask, 32, 16, 0.2, False
+    return q, k, v, alpha, beta, mix.requires_grad_(), mask, 32, 16, 0.2
 
 
 def test_the_operator_keeps_its_promises(device):
@@ -129,7 +123,7 @@ def test_the_operator_keeps_its_promises(device):
 
 
 def test_compile_keeps_the_op_whole(device):
-    q, k, v, alpha, beta, mix, mask, block, overlap, scale, _ = half_arguments(device)
+    q, k, v, alpha, beta, mix, mask, block, overlap, scale = half_arguments(device)
     options = {"block": block, "overlap": overlap, "scale": scale, "key_mask": mask}
 
     def attend(q, k, v, mix):

@@ -62,9 +62,9 @@ class _Keys:
         return features.flatten(0, 1), self.grid.cut_keys(self.values, start, count).flatten(0, 1)
 
 
-def _keys(q, k, v, beta, key_mask, normalize_keys, block, overlap, origin, causal) -> _Keys:
+def _keys(q, k, v, beta, key_mask, block, overlap, origin, causal) -> _Keys:
     dtype = compute_dtype(q, k, v)
-    features = key_features(k, beta, key_mask, normalize_keys, Scratch(k, dtype))
+    features = key_features(k, beta, key_mask, Scratch(k, dtype))
     values = v.to(dtype)
     if key_mask is not None:
         values = values.masked_fill(~key_mask[:, None, :, None], 0)
@@ -131,13 +131,13 @@ def _groups(q: Tensor) -> Iterator[slice]:
 
 def _far(
     q, k, v, alpha, beta, log_mass, mean, key_mask, dropout,
-    normalize_keys, block, overlap, origin, causal,
+    block, overlap, origin, causal,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     dtype = compute_dtype(q, k, v)
     if q.numel() == 0:
         out = q.new_empty((*q.shape[:3], v.shape[-1]), dtype=dtype)
         return out, q.new_empty(q.shape[:3], dtype=dtype)
-    keys = _keys(q, k, v, beta, key_mask, normalize_keys, block, overlap, origin, causal)
+    keys = _keys(q, k, v, beta, key_mask, block, overlap, origin, causal)
     masses, means = (_by_head(x, q.shape[0]) for x in _states(keys, log_mass, mean))
     queries = keys.grid.cut_queries(q)
     dropped = None if dropout is None else keys.grid.cut_queries(dropout)
@@ -181,12 +181,12 @@ def _pull(
 
 def _far_backward(
     d_out, d_normaliser, q, k, v, alpha, beta, log_mass, mean, key_mask, dropout,
-    normalize_keys, block, overlap, origin, causal,
+    block, overlap, origin, causal,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     inputs = (q, k, v, alpha, beta, log_mass, mean)
     if q.numel() == 0:
         return tuple(torch.zeros_like(x) for x in inputs)
-    keys = _keys(q, k, v, beta, key_mask, normalize_keys, block, overlap, origin, causal)
+    keys = _keys(q, k, v, beta, key_mask, block, overlap, origin, causal)
     states = _states(keys, log_mass, mean)
     d_q, d_alpha, d_masses, d_means = _row_side(
         d_out, d_normaliser, q, alpha, *states, dropout, keys.grid
@@ -207,7 +207,7 @@ def _far_backward(
     least, asks, levels = (x[0].unflatten(0, log_mass.shape[:2]) for x in asked)
     weight = (log_mass - least).exp_()
     d_log_mass = weight * ((mean * asks).sum(-1) + levels)
-    d_k, d_beta = key_gradients(d_features, keys.features, k, beta, normalize_keys)
+    d_k, d_beta = key_gradients(d_features, keys.features, k, beta)
     found = (d_q, d_k, d_values, d_alpha, d_beta, d_log_mass, weight[..., None] * asks)
     return tuple(x.to(given.dtype).contiguous() for x, given in zip(found, inputs, strict=True))
 
@@ -255,7 +255,7 @@ def _add_chunks_(
 
 def _shapes(
     q, k, v, alpha, beta, log_mass, mean, key_mask, dropout,
-    normalize_keys, block, overlap, origin, causal,
+    block, overlap, origin, causal,
 ):  # fmt: skip
     dtype = compute_dtype(q, k, v)
     out = q.new_empty((*q.shape[:3], v.shape[-1]), dtype=dtype)
@@ -264,7 +264,7 @@ def _shapes(
 
 def _backward_shapes(
     d_out, d_normaliser, q, k, v, alpha, beta, log_mass, mean, key_mask, dropout,
-    normalize_keys, block, overlap, origin, causal,
+    block, overlap, origin, causal,
 ):  # fmt: skip
     return tuple(x.new_empty(x.shape) for x in (q, k, v, alpha, beta, log_mass, mean))
 
@@ -272,7 +272,7 @@ def _backward_shapes(
 far_backward = register(
     "far_backward_eager("
     "Tensor d_out, Tensor d_normaliser, Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, "
-    "Tensor log_mass, Tensor mean, Tensor? key_mask, Tensor? dropout, bool normalize_keys, "
+    "Tensor log_mass, Tensor mean, Tensor? key_mask, Tensor? dropout, "
     "int block, int overlap, int origin, bool causal)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     without_autocast(over_heads(_far_backward, _backward_shapes)),
@@ -288,13 +288,13 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, d_out, d_normaliser):
     found = far_backward(d_out, d_normaliser, *ctx.saved_tensors, *ctx.options)
-    return *found, *([None] * 7)
+    return *found, *([None] * 6)
 
 
 far_op = register(
     "far_eager("
     "Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor log_mass, Tensor mean, "
-    "Tensor? key_mask, Tensor? dropout, bool normalize_keys, int block, int overlap, int origin, "
+    "Tensor? key_mask, Tensor? dropout, int block, int overlap, int origin, "
     "bool causal) -> (Tensor, Tensor)",
     without_autocast(over_heads(_far, _shapes)),
     _shapes,

@@ -94,8 +94,8 @@ def near(
 
 def near_far(
     q, k, v, *, q_far, k_far, alpha, beta, gamma, block, scale, overlap=0, sinks=0,
-    key_mask=None, is_causal=False, normalize_keys=False, slot_dropout=None,
-    probability_dropout=None, near_kept=None, local=None,
+    key_mask=None, is_causal=False, slot_dropout=None, probability_dropout=None, near_kept=None,
+    local=None,
 ) -> Tensor:  # fmt: skip
     """u · near + (1 − u) · far, u = sigmoid(ℓ_near − γ − ℓ_far).
 
@@ -105,7 +105,7 @@ def near_far(
     if local is None:
         tensors = q, k, v, always.k, always.v, always.position, key_mask, probability_dropout
         local = near_op(*tensors, block, overlap, scale, 0, is_causal)
-    options = {"alpha": alpha, "beta": beta, "normalize_keys": normalize_keys}
+    options = {"alpha": alpha, "beta": beta}
     window = {"block": block, "overlap": overlap, "is_causal": is_causal}
     linear = _far(q_far, k_far, v, always, key_mask, slot_dropout, **options, **window)
     return combine(local, linear, gamma, near_kept).to(q.dtype)
@@ -113,28 +113,27 @@ def near_far(
 
 def near_share_of(
     q, k, v, *, q_far, k_far, alpha, beta, gamma, block, scale, overlap=0, sinks=0,
-    key_mask=None, is_causal=False, normalize_keys=False,
+    key_mask=None, is_causal=False,
 ) -> Tensor:  # fmt: skip
     """The weight u_i of the near keys, ``[B, H, N]``; values matter only by their number."""
     always = Sinks.among(k, v, sinks, key_mask)
     tensors = q, k, v, always.k, always.v, always.position, key_mask, None
     _, near = near_op(*tensors, block, overlap, scale, 0, is_causal)
-    options = {"alpha": alpha, "beta": beta, "normalize_keys": normalize_keys}
+    options = {"alpha": alpha, "beta": beta}
     window = {"block": block, "overlap": overlap, "is_causal": is_causal}
     _, linear = _far(q_far, k_far, v, always, key_mask, None, **options, **window)
     return near_share(near, linear, gamma)
 
 
 def _far(
-    q, k, v, always: Sinks, key_mask, slot_dropout, *, alpha, beta, normalize_keys, block, overlap,
-    is_causal,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k, v, always: Sinks, key_mask, slot_dropout, *, alpha, beta, block, overlap, is_causal
+) -> tuple[Tensor, Tensor]:
     """LLN over the far keys, with its normaliser."""
     left = always.without(k.shape[2], key_mask)
-    none = summarize_op(k[:, :, :0], v[:, :, :0], beta, None, normalize_keys)
+    none = summarize_op(k[:, :, :0], v[:, :, :0], beta, None)
     return far_op(
         *(q, k, v, alpha, beta, *none, left, slot_dropout),
-        *(normalize_keys, block, overlap, 0, is_causal),
+        *(block, overlap, 0, is_causal),
     )
 
 

@@ -163,9 +163,8 @@ def _causal_backward(
     mean,
     slot_dropout,
     row_mass,
-    normalize_keys,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs = Inputs(q, k, v, alpha, beta, key_mask, slot_dropout, normalize_keys)
+    inputs = Inputs(q, k, v, alpha, beta, key_mask, slot_dropout)
     d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     d_alpha, d_beta = torch.zeros_like(alpha), torch.zeros_like(beta)
     if q.shape[0] * q.shape[1] == 0:
@@ -208,7 +207,6 @@ def _causal_backward_shapes(
     mean,
     slot_dropout,
     row_mass,
-    normalize_keys,
 ):
     inputs = (q, k, v, alpha, beta, log_mass, mean)
     return tuple(torch.empty_like(x) for x in inputs)
@@ -217,8 +215,8 @@ def _causal_backward_shapes(
 causal_backward = register(
     "causal_backward_eager"
     "(Tensor d_out, Tensor? d_row_mass, Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, "
-    "Tensor? key_mask, Tensor log_mass, Tensor mean, Tensor? slot_dropout, Tensor row_mass, "
-    "bool normalize_keys) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? key_mask, Tensor log_mass, Tensor mean, Tensor? slot_dropout, Tensor row_mass)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     without_autocast(over_heads(_causal_backward, _causal_backward_shapes)),
     _causal_backward_shapes,
     batched=True,

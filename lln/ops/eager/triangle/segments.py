@@ -43,10 +43,10 @@ class Inputs:
     Key heads are repeated for the query heads that share them, one segment at a time.
     """
 
-    def __init__(self, q, k, v, alpha, beta, key_mask, dropout, normalize_keys) -> None:
+    def __init__(self, q, k, v, alpha, beta, key_mask, dropout) -> None:
         self.q, self.k, self.v = q, k, v
         self.alpha, self.beta, self.key_mask = alpha, beta, key_mask
-        self.dropout, self.normalize_keys = dropout, normalize_keys
+        self.dropout = dropout
         self.dtype = compute_dtype(q, k, v)
         self.group = q.shape[1] // max(k.shape[1], 1)
         self.tile = _tile_size(q.shape[2])
@@ -65,10 +65,8 @@ class Inputs:
         return pad(scaled.flatten(0, 1), self.tile)
 
     def features(self, part: slice) -> Tensor:
-        """β k or its log-softmax, −inf where masked, ``[B, Hkv, n, D]``."""
+        """β k, −inf where masked, ``[B, Hkv, n, D]``."""
         scaled = self.k[:, :, part].to(self.dtype) * self.beta[..., None, None]
-        if self.normalize_keys:
-            scaled = torch.log_softmax(scaled, dim=-1)
         if self.key_mask is not None:
             scaled = scaled.masked_fill(~self.key_mask[:, None, part, None], -torch.inf)
         return scaled
@@ -90,8 +88,6 @@ class Inputs:
     def key_gradients(self, d_features: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """Gradients of k and β from that of the expanded features."""
         d, features = self.reduce(d_features), self.features(part)
-        if self.normalize_keys:
-            d = d - features.exp() * d.sum(-1, keepdim=True)
         k = self.k[:, :, part].to(self.dtype).masked_fill(features == -torch.inf, 0)
         return d * self.beta[..., None, None], (d * k).sum((-1, -2))
 

@@ -21,7 +21,6 @@ from lln.ops.triton.features import (
     identity,
     jit,
     load_tile,
-    log_softmax,
     store_tile,
 )
 from lln.ops.triton.linear.read_kernels import load_log_mass, load_mean, minus_lse
@@ -178,7 +177,6 @@ def diag_backward_kernel(
     HAS_MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
     LINEAR: tl.constexpr,
-    NORMALIZE: tl.constexpr,
     PRECISE: tl.constexpr,
     AVERAGE: tl.constexpr,
     ADD: tl.constexpr,
@@ -268,8 +266,6 @@ def diag_backward_kernel(
                 dk = dot_add(tl.trans(ds), q, dk)
         if LINEAR:
             x = as_float(k, eye) * (beta * LOG2E)
-            if NORMALIZE:
-                x = log_softmax(x, inside, 1, D % BD != 0)
             p = tl.exp2(x - peak[None, :])
             if HAS_MASK or not FULL:
                 p = tl.where(keep[:, None], p, 0.0)
@@ -279,13 +275,10 @@ def diag_backward_kernel(
         store_tile(DV, dv_row, start, end, dv, rows, values, E, BE, FULL)
         if LINEAR:
             pull = dot(v, tl.trans(weight))
-            if NORMALIZE or DBETA is not None:
+            if DBETA is not None:
                 gradient = p * (pull + g[None, :])
-                if NORMALIZE:
-                    gradient -= tl.exp2(x) * tl.sum(gradient, axis=1)[:, None]
-                if DBETA is not None:
-                    slope = tl.sum(gradient * as_float(k, eye))
-                    tl.store(DBETA + head * tiles + start // STEP, slope)
+                slope = tl.sum(gradient * as_float(k, eye))
+                tl.store(DBETA + head * tiles + start // STEP, slope)
                 dk += gradient * beta
             else:
                 dk += p * (pull * beta + (g * beta)[None, :])

@@ -28,20 +28,19 @@ def causal_average(
     key_mask: Bool[Tensor, "B N"] | None,
     block: int,
     scale: float,
-    normalize_keys: bool,
 ) -> Float[Tensor, "B H N E"]:
     """½ causal LLN + ½ causal softmax among the positions of one block (Fig. 3)."""
-    return _forward(q, k, v, alpha, beta, key_mask, block, scale, normalize_keys)[0]
+    return _forward(q, k, v, alpha, beta, key_mask, block, scale)[0]
 
 
 def _forward_impl(
-    q, k, v, alpha, beta, key_mask, block, scale, normalize_keys
+    q, k, v, alpha, beta, key_mask, block, scale
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if q.numel() == 0 or v.numel() == 0:
-        empty = _forward_fake(q, k, v, alpha, beta, key_mask, block, scale, normalize_keys)
+        empty = _forward_fake(q, k, v, alpha, beta, key_mask, block, scale)
         return tuple(x.zero_() for x in empty)  # pyright: ignore[reportReturnType]
     q, k, v, key_mask = prepared(q, k, v, key_mask)
-    out, lse, before = launch.causal(q, k, v, alpha, beta, key_mask, launch.NOTHING, normalize_keys)
+    out, lse, before = launch.causal(q, k, v, alpha, beta, key_mask, launch.NOTHING)
     _, local_lse = diag(
         q, k, v, key_mask, block=block, scale=scale, is_causal=True, linear=False, save=True,
         add_to=out,
@@ -51,7 +50,7 @@ def _forward_impl(
 
 
 def _forward_fake(
-    q, k, v, alpha, beta, key_mask, block, scale, normalize_keys
+    q, k, v, alpha, beta, key_mask, block, scale
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     lse = empty_lse(q)
     nothing = q.numel() == 0 or v.numel() == 0
@@ -60,19 +59,19 @@ def _forward_fake(
 
 
 def _backward_impl(
-    dout, q, k, v, alpha, beta, key_mask, lse, before, local_lse, block, scale, normalize_keys,
-    need_alpha, need_beta,
+    dout, q, k, v, alpha, beta, key_mask, lse, before, local_lse, block, scale, need_alpha,
+    need_beta,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     if q.numel() == 0 or v.numel() == 0:
         gradients = _backward_fake(
             dout, q, k, v, alpha, beta, key_mask, lse, before, local_lse, block, scale,
-            normalize_keys, need_alpha, need_beta,
+            need_alpha, need_beta,
         )  # fmt: skip
         return tuple(x.zero_() for x in gradients)
     q, k, v, key_mask = prepared(q, k, v, key_mask)
     found = launch.causal_backward(
         dout, q, k, v, alpha, beta, key_mask, launch.NOTHING, lse, before,
-        normalize_keys=normalize_keys, need_alpha=need_alpha, need_beta=need_beta, need_state=False,
+        need_alpha=need_alpha, need_beta=need_beta, need_state=False,
     )  # fmt: skip
     gradients = found.dq, found.dk, found.dv
     diag_backward(
@@ -84,8 +83,8 @@ def _backward_impl(
 
 
 def _backward_fake(
-    dout, q, k, v, alpha, beta, key_mask, lse, before, local_lse, block, scale, normalize_keys,
-    need_alpha, need_beta,
+    dout, q, k, v, alpha, beta, key_mask, lse, before, local_lse, block, scale, need_alpha,
+    need_beta,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return (
         *empty_gradients(q, k, v),
@@ -103,16 +102,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _differentiate(ctx: Any, dout: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * 9
+        return (None,) * 8
     need = ctx.needs_input_grad[3:5]
     dq, dk, dv, *slopes = _backward(dout, *ctx.saved_tensors, *ctx.options, *need)
     slopes = [slope if needed else None for slope, needed in zip(slopes, need, strict=True)]
-    return dq, dk, dv, *slopes, None, None, None, None
+    return dq, dk, dv, *slopes, None, None, None
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor? key_mask"
 _SAVED = "Tensor lse, Tensor before, Tensor local_lse"
-_OPTIONS = "int block, float scale, bool normalize_keys"
+_OPTIONS = "int block, float scale"
 _forward = register(
     f"causal_average({_INPUTS}, {_OPTIONS}) -> (Tensor out, {_SAVED})",
     _forward_impl,

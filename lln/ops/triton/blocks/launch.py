@@ -85,7 +85,7 @@ def diag_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, lse: Tensor, *,
     block: int, scale: float, is_causal: bool = False, alpha: Tensor | None = None,
     beta: Tensor | None = None, mix: Tensor | None = None, state: Merged | None = None,
-    parts: Tensor | None = None, normalize_keys: bool = False, linear: bool,
+    parts: Tensor | None = None, linear: bool,
     slopes: tuple[bool, bool, bool] = (False, False, False),
     add_to: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
@@ -101,7 +101,7 @@ def diag_backward(
         layout(q), layout(k), layout(v), dout.stride(), given, mask_stride(key_mask),
         NO_SCALE if alpha is None else alpha.stride(), NO_SCALE if beta is None else beta.stride(),
         lse.stride(1), 0 if parts is None else parts.shape[1], block, scale, is_causal, linear,
-        normalize_keys, linear and mix is None,
+        linear and mix is None,
     )  # fmt: skip
     dq, dk, dv = add_to or (
         x.new_empty_strided(*like) for x, like in zip((q, k, v), rows, strict=True)
@@ -124,7 +124,7 @@ def diag_backward(
 def _diag_backward_plan(
     q: Layout, k: Layout, v: Layout, dout: tuple[int, ...], given: tuple[Any, ...] | None,
     mask: int | None, alpha: tuple[int, ...], beta: tuple[int, ...], lse: int, count: int,
-    block: int, scale: float, is_causal: bool, linear: bool, normalize_keys: bool, average: bool,
+    block: int, scale: float, is_causal: bool, linear: bool, average: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
     (b, heads, tokens, d), _, dtype, device = q
     _, kv_heads, _, e = v[0]
@@ -139,8 +139,7 @@ def _diag_backward_plan(
          lse, kv_heads, tokens, span, count, tiles, scale),
         D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, STEP=t.rows, BLOCK=block,
         GROUP=heads // kv_heads, FULL=rows == t.rows and tokens % rows == 0,
-        HAS_MASK=mask is not None, CAUSAL=is_causal, LINEAR=linear,
-        NORMALIZE=normalize_keys, PRECISE=dtype == torch.float32,
+        HAS_MASK=mask is not None, CAUSAL=is_causal, LINEAR=linear, PRECISE=dtype == torch.float32,
         AVERAGE=given is not None or average, ADD=given is not None,
         ALIKE=alike(*every), **t.options,
     )  # fmt: skip

@@ -40,7 +40,6 @@ def lln_diag(
     overlap: int = 0,
     key_mask: Bool[Tensor, "B N"] | None = None,
     is_causal: bool = False,
-    normalize_keys: bool = False,
     mix: Float[Tensor, " H"] | None = None,
     conv: Float[Tensor, "Hkv K"] | None = None,
     slot_dropout: None = None,
@@ -57,15 +56,14 @@ def lln_diag(
     if is_causal and conv is not None:
         raise ValueError("conv is not fused with causal attention; use lln.ops.convolution")
     if is_causal and mix is None and block <= LARGEST_BLOCK:
-        return causal_average(q, k, v, alpha, beta, key_mask, block, scale, normalize_keys)
+        return causal_average(q, k, v, alpha, beta, key_mask, block, scale)
     if is_causal:
-        scales = {"alpha": alpha, "beta": beta, "normalize_keys": normalize_keys}
         local = block_diagonal(q, k, v, block=block, scale=scale, key_mask=key_mask, is_causal=True)
-        linear = causal(q, k, v, key_mask=key_mask, **scales)
+        linear = causal(q, k, v, alpha=alpha, beta=beta, key_mask=key_mask)
         return blend(linear, local, mix, q.dtype)
     if mix is not None:
         mix = mix.contiguous()  # a number that stands for all heads is stored once
-    arguments = q, k, v, alpha, beta, mix, key_mask, block, overlap, scale, normalize_keys, conv
+    arguments = q, k, v, alpha, beta, mix, key_mask, block, overlap, scale, conv
     inputs = q, k, v, alpha, beta, mix, conv
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return _train(*arguments)[0]
@@ -77,12 +75,11 @@ def _in_windows(q: Tensor, v: Tensor, block: int, overlap: int) -> bool:
 
 
 def _forward(
-    q, k, v, alpha, beta, mix, key_mask, block, overlap, scale, normalize_keys, conv=None, *,
-    save: bool,
-) -> tuple[Tensor, Tensor | None, launch.Merged | None, Tensor | None]:  # fmt: skip
+    q, k, v, alpha, beta, mix, key_mask, block, overlap, scale, conv=None, *, save: bool
+) -> tuple[Tensor, Tensor | None, launch.Merged | None, Tensor | None]:
     """(out, lse, state, branches): what ``conv`` was added to, if the backward pass wants it."""
     q, k, v, key_mask = launch.prepared(q, k, v, key_mask)
-    parts, count = launch.summarize_parts(k, v, beta, key_mask, normalize_keys)
+    parts, count = launch.summarize_parts(k, v, beta, key_mask)
     merge_first = count > MERGE_IN_READER
     state = launch.empty_state(k, v) if save or merge_first else None
     if state is not None and merge_first:
@@ -121,7 +118,7 @@ def _train_impl(q, k, v, *rest) -> tuple[Tensor | None, ...]:
 
 
 def _train_fake(
-    q, k, v, alpha, beta, mix, key_mask, block, overlap, scale, normalize_keys, conv=None
+    q, k, v, alpha, beta, mix, key_mask, block, overlap, scale, conv=None
 ) -> tuple[Tensor, ...]:
     out, lse = empty_rows(q, v.shape[-1]), empty_diag_lse(q, linear=True)
     kept = conv is not None and _in_windows(q, v, block, overlap)
@@ -131,12 +128,12 @@ def _train_fake(
 
 def _backward_impl(
     dout, q, k, v, alpha, beta, mix, key_mask, conv, out, lse, log_mass, mean, norm, block, overlap,
-    scale, normalize_keys, need_alpha, need_beta, need_mix, need_conv,
+    scale, need_alpha, need_beta, need_mix, need_conv,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     if q.numel() == 0 or v.numel() == 0:
         gradients = _backward_fake(
             dout, q, k, v, alpha, beta, mix, key_mask, conv, out, lse, log_mass, mean, norm, block,
-            overlap, scale, normalize_keys, need_alpha, need_beta, need_mix, need_conv,
+            overlap, scale, need_alpha, need_beta, need_mix, need_conv,
         )  # fmt: skip
         return tuple(x.zero_() for x in gradients)
     q, k, v, key_mask = launch.prepared(q, k, v, key_mask)
@@ -144,7 +141,7 @@ def _backward_impl(
     if _in_windows(q, v, block, overlap):
         found = wide_backward(
             dout, out, q, k, v, key_mask, alpha, beta, mix, lse, state, (block, overlap, scale),
-            normalize_keys=normalize_keys, slopes=slopes,
+            slopes=slopes,
         )  # fmt: skip
     else:
         _, parts, _ = launch.read_backward(
@@ -152,7 +149,7 @@ def _backward_impl(
         )
         found = diag_backward(
             dout, q, k, v, key_mask, lse, block=block, scale=scale, alpha=alpha, beta=beta, mix=mix,
-            state=state, parts=parts, normalize_keys=normalize_keys, linear=True, slopes=slopes,
+            state=state, parts=parts, linear=True, slopes=slopes,
         )  # fmt: skip
     if conv is None:
         return *found, None
@@ -162,7 +159,7 @@ def _backward_impl(
 
 def _backward_fake(
     dout, q, k, v, alpha, beta, mix, key_mask, conv, out, lse, log_mass, mean, norm, block, overlap,
-    scale, normalize_keys, need_alpha, need_beta, need_mix, need_conv,
+    scale, need_alpha, need_beta, need_mix, need_conv,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return (
         empty_rows(q, q.shape[-1]), empty_rows(k, k.shape[-1]), empty_rows(v, v.shape[-1]),
@@ -174,7 +171,7 @@ def _backward_fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.options, conv = *inputs[:7], inputs[7:11], (*inputs, None)[11]  # may be left out
+    *tensors, ctx.options, conv = *inputs[:7], inputs[7:10], (*inputs, None)[10]  # may be left out
     out, *saved, branches = output
     if conv is None:
         branches = out
@@ -187,17 +184,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _differentiate(ctx: Any, dout: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * 12
+        return (None,) * 11
     needed = ctx.needs_input_grad
-    need = *needed[3:6], len(needed) > 11 and needed[11]
+    need = *needed[3:6], len(needed) > 10 and needed[10]
     dq, dk, dv, *slopes = _backward(dout, *ctx.saved_tensors, *ctx.options, *need)
     *slopes, dconv = (x if wanted else None for x, wanted in zip(slopes, need, strict=True))
-    return dq, dk, dv, *slopes, *(None,) * 5, dconv
+    return dq, dk, dv, *slopes, *(None,) * 4, dconv
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor? mix, Tensor? key_mask"
 _SAVED = "Tensor lse, Tensor log_mass, Tensor mean, Tensor norm"
-_OPTIONS = "int block, int overlap, float scale, bool normalize_keys"
+_OPTIONS = "int block, int overlap, float scale"
 _CONV = "Tensor? conv=None"
 _infer = register(f"lln_diag({_INPUTS}, {_OPTIONS}, {_CONV}) -> Tensor", _infer_impl, _infer_fake)
 _train = register(

@@ -32,7 +32,6 @@ from lln.ops.triton.features import (
     identity,
     jit,
     load_tile,
-    log_softmax,
     store_tile,
 )
 from lln.ops.triton.joint.near_kernels import window_of
@@ -227,8 +226,7 @@ def wide_dkdv_kernel(
     kv_heads, tokens, block, overlap, tiles, span, scale,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr, GROUP: tl.constexpr, UNROLL: tl.constexpr, FULL: tl.constexpr,
-    WHOLE: tl.constexpr, HAS_MASK: tl.constexpr, NORMALIZE: tl.constexpr, ALIKE: tl.constexpr,
-    THROUGH: tl.constexpr,
+    WHOLE: tl.constexpr, HAS_MASK: tl.constexpr, ALIKE: tl.constexpr, THROUGH: tl.constexpr,
 ):  # fmt: skip
     """DK and DV of ``span`` tiles of keys of one head, from the GROUP query heads that share it.
 
@@ -273,8 +271,6 @@ def wide_dkdv_kernel(
         # tiles that are changed would be held in registers
         keep = kept(MASK, col, tokens, cols, HAS_MASK)
         x = as_float(k, eye) * (beta * LOG2E)
-        if NORMALIZE:
-            x = log_softmax(x, inside, 1, D % BD != 0)
         # in every step anew: a number per feature held through the loop takes 16 registers
         peak = tl.load(NORM + features, mask=inside, other=0.0)
         p = tl.exp2(x - peak[None, :])
@@ -283,8 +279,6 @@ def wide_dkdv_kernel(
         level = tl.load(GRADIENT + D * E + features, mask=inside, other=0.0)
         level *= inverse(NORM + D, features, D)
         dk = p * (dot(v, tl.trans(pull)) + level[None, :])
-        if NORMALIZE:
-            dk -= tl.exp2(x) * tl.sum(dk, axis=1)[:, None]
         if HAS_MASK:
             dk = tl.where(keep[:, None], dk, 0.0)
         if DBETA is not None:

@@ -107,7 +107,7 @@ def _wide_plan(
 def wide_backward(
     dout: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None,
     alpha: Tensor, beta: Tensor, mix: Tensor | None, lse: Tensor, state: Merged, window: Window, *,
-    normalize_keys: bool, slopes: tuple[bool, bool, bool],
+    slopes: tuple[bool, bool, bool],
 ) -> tuple[Any, ...]:  # fmt: skip
     """(dq, dk, dv, dalpha, dbeta, dmix); slopes that are not asked for are None."""
     dout, out = rows_contiguous(dout), rows_contiguous(out)
@@ -131,9 +131,7 @@ def wide_backward(
             dout, q, alpha, lse, state.log_mass, state.mean, parts_only=True, mix=mix, share=0.5
         )
     gradient = parts if parts.shape[1] == 1 else merge_gradients(parts)
-    dk_rows, dv_rows, pieces, launch = _wide_dkdv_plan(
-        *given, beta.stride(), window, normalize_keys
-    )
+    dk_rows, dv_rows, pieces, launch = _wide_dkdv_plan(*given, beta.stride(), window)
     dk, dv = k.new_empty_strided(*dk_rows), v.new_empty_strided(*dv_rows)
     dbeta = floats(k, *k.shape[:2], pieces) if need_beta else None
     launch(q, k, v, dout, lse, delta, key_mask, beta, mix, state.norm, gradient, dk, dv, dbeta)
@@ -172,7 +170,7 @@ def _wide_dq_plan(
 @planned
 def _wide_dkdv_plan(
     q: Layout, k: Layout, v: Layout, dout: tuple[int, ...], mask: int | None,
-    beta: tuple[int, ...], window: Window, normalize_keys: bool,
+    beta: tuple[int, ...], window: Window,
 ) -> tuple[Any, Any, int, Launch]:  # fmt: skip
     ((b, heads, tokens, d), q_strides, dtype, device), (_, kv_heads, _, e) = q, v[0]
     block, overlap, scale = window
@@ -190,7 +188,6 @@ def _wide_dkdv_plan(
          span // columns, scale),
         D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, COLS=columns, GROUP=group,
         UNROLL=_unrolled(t.ahead and same and group == 1, block, rows), FULL=full,
-        WHOLE=block % rows == 0, HAS_MASK=mask is not None, NORMALIZE=normalize_keys,
-        ALIKE=alike(*every), **t.options,
+        WHOLE=block % rows == 0, HAS_MASK=mask is not None, ALIKE=alike(*every), **t.options,
     )  # fmt: skip
     return dk, dv, pieces, launch

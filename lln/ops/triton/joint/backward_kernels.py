@@ -34,7 +34,6 @@ from lln.ops.triton.features import (
     identity,
     jit,
     load_tile,
-    log_softmax,
     store_tile,
 )
 from lln.ops.triton.joint.near_kernels import load_sinks, score_gradients, visible, window_of
@@ -354,7 +353,6 @@ def joint_dkdv_kernel(
     CAUSAL: tl.constexpr,
     NEAR: tl.constexpr,
     FAR: tl.constexpr,
-    NORMALIZE: tl.constexpr,
     FULL: tl.constexpr,
     ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
@@ -409,15 +407,11 @@ def joint_dkdv_kernel(
             kept = tl.load(FAR_MASK + b * far_mask_batch + j, mask=j < stop, other=0) != 0
             wide = tl.where(kept[:, None], wide, 0.0)
         x = wide * (beta * LOG2E)
-        if NORMALIZE:
-            x = log_softmax(x, slots < S, 1, S % BS != 0)
         w = x + log[None, :]
         if FAR_MASK is not None or not FULL:
             w = tl.where(kept[:, None], w, float("-inf"))
         w = tl.exp2(w)
         gradient = w * (dot(v, tl.trans(mean)) + level[None, :])
-        if NORMALIZE:
-            gradient -= tl.exp2(x) * tl.sum(gradient, axis=1)[:, None]
         dv = dot_add(w.to(mean.dtype), mean, dv)
         if DBETA is not None:
             at = kv_head * tl.num_programs(0) + tl.program_id(0)

@@ -134,20 +134,19 @@ class Far(NamedTuple):
     beta: Tensor
     gamma: Tensor
     key_mask: Tensor | None  # which keys may be far
-    normalize_keys: bool
 
     @staticmethod
-    def prepared(q, k, alpha, beta, gamma, key_mask, normalize_keys: bool) -> Far:
+    def prepared(q, k, alpha, beta, gamma, key_mask) -> Far:
         """Copied only where the kernels could not read it."""
         q, k = (None if x is None else rows_contiguous(x) for x in (q, k))
-        return Far(q, k, alpha, beta, gamma, contiguous_mask(key_mask), normalize_keys)
+        return Far(q, k, alpha, beta, gamma, contiguous_mask(key_mask))
 
     @property
     def plan(self) -> FarPlan:
         """What the launches depend on."""
         q, k = (None if x is None else layout(x) for x in (self.q, self.k))
         scales = self.alpha.stride(), self.beta.stride(), self.gamma.stride()
-        return FarPlan(q, k, *scales, mask_stride(self.key_mask), self.normalize_keys)
+        return FarPlan(q, k, *scales, mask_stride(self.key_mask))
 
 
 class FarPlan(NamedTuple):
@@ -157,7 +156,6 @@ class FarPlan(NamedTuple):
     beta: Strides
     gamma: Strides
     mask: int | None
-    normalize_keys: bool
 
 
 class States(NamedTuple):
@@ -259,8 +257,7 @@ def _segments_plan(k: Layout, v: Layout, far: FarPlan, window: Window) -> Launch
         (*row_strides(k_strides, v_strides), *far.beta, far.mask or 0, heads, keys, window.step,
          window.origin),
         S=s, E=e, BS=padded(s), BE=padded(e), ROWS=rows, FULL=window.whole(rows, rows),
-        HAS_MASK=far.mask is not None, NORMALIZE=far.normalize_keys,
-        ALIKE=alike(k_strides, v_strides), **t.options,
+        HAS_MASK=far.mask is not None, ALIKE=alike(k_strides, v_strides), **t.options,
     )  # fmt: skip
 
 

@@ -164,7 +164,6 @@ def _keys_plan(
         (*row_strides(*strides), near.mask or 0, far_mask or 0, *beta, kv_heads, heads // kv_heads,
          tokens, window.block, window.overlap, window.slope, step, origin, tiles, window.blocks),
         ROWS=rows, COLS=rows, CAUSAL=window.causal, NEAR=window.near,
-        NORMALIZE=far is not None and far.normalize_keys,
         FULL=window.whole(rows, rows) and near.mask is None, ALIKE=alike(*strides), **constants,
     )  # fmt: skip
     return (dk, dk_far, dv), programs, launch

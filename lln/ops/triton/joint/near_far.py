@@ -59,7 +59,7 @@ def near_with_log(
 
 def near_far(
     q, k, v, *, q_far, k_far, alpha, beta, gamma, block, scale, overlap=0, sinks=0,
-    key_mask=None, is_causal=False, normalize_keys=False,
+    key_mask=None, is_causal=False,
 ) -> Tensor:  # fmt: skip
     """u · near + (1 − u) · far, u = sigmoid(ℓ_near − γ − ℓ_far).
 
@@ -68,7 +68,7 @@ def near_far(
     always = sink_positions(k, sinks, key_mask) if sinks else None
     features = None if q_far is q else q_far, None if k_far is k else k_far
     masks = always, key_mask, far_mask(k, always, key_mask)
-    window = normalize_keys, block, overlap, scale, is_causal
+    window = block, overlap, scale, is_causal
     return _near_far(q, k, v, *features, alpha, beta, gamma, *masks, *window)[0]
 
 
@@ -81,20 +81,19 @@ def block_causal(
     beta: Float[Tensor, "B Hkv"],
     causal_block: int,
     key_mask: Bool[Tensor, "B N"] | None = None,
-    normalize_keys: bool = False,
 ) -> Float[Tensor, "B H N E"]:
     """Causal LLN attention whose queries see all of their block: far keys that end after it."""
     level = torch.zeros_like(alpha)
     masks = None, key_mask, key_mask
-    window = normalize_keys, causal_block, -causal_block, 1.0, True
+    window = causal_block, -causal_block, 1.0, True
     return _near_far(q, k, v, None, None, alpha, beta, level, *masks, *window)[0]
 
 
 def _parsed(
-    q, k, v, q_far, k_far, alpha, beta, gamma, sinks, key_mask, far_mask, normalize_keys, block,
-    overlap, scale, causal,
+    q, k, v, q_far, k_far, alpha, beta, gamma, sinks, key_mask, far_mask, block, overlap, scale,
+    causal,
 ) -> tuple[Near, Far, Window]:  # fmt: skip
-    far = Far.prepared(q_far, k_far, alpha, beta, gamma, far_mask, normalize_keys)
+    far = Far.prepared(q_far, k_far, alpha, beta, gamma, far_mask)
     window = Window(block, overlap, scale, causal, q.shape[2])
     return Near.prepared(q, k, v, sinks, key_mask), far, window
 
@@ -140,17 +139,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _differentiate(ctx: Any, dout: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * 16
+        return (None,) * 15
     wanted = ctx.needs_input_grad
     found = _backward(dout, *ctx.saved_tensors, *ctx.options, *wanted[5:8])
-    return *(x if need else None for x, need in zip(found, wanted, strict=False)), *([None] * 8)
+    return *(x if need else None for x, need in zip(found, wanted, strict=False)), *([None] * 7)
 
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? q_far, Tensor? k_far, Tensor alpha, Tensor beta, "
     "Tensor gamma, Tensor? sinks, Tensor? key_mask, Tensor? far_mask"
 )
-_WINDOW = "bool normalize_keys, int block, int overlap, float scale, bool causal"
+_WINDOW = "int block, int overlap, float scale, bool causal"
 _near_far = register(
     f"near_far({_INPUTS}, {_WINDOW}) -> (Tensor out, Tensor lse, Tensor logs, Tensor means)",
     _impl,

@@ -33,7 +33,6 @@ def next_token(
     beta: Float[Tensor, " Hkv"],
     gamma: Float[Tensor, " H"],
     local: Local,
-    normalize_keys: bool = False,
 ) -> Float[Tensor, "B H 1 E"]:
     """Attention of one token of every seat to all before it; the token joins ``memory``.
 
@@ -62,7 +61,7 @@ def next_token(
             *states, *waiting, *k.stride()[:2], *v.stride()[:2], *k_far.stride()[:2],
             kv_heads, local.block, local.overlap, local.sinks,
             **widths, BE=min(padded(e), max(16, MOVED_VALUES // padded(slots))),
-            OVERLAP=local.overlap > 0, NORMALIZE=normalize_keys, num_warps=4,
+            OVERLAP=local.overlap > 0, num_warps=4,
         )  # fmt: skip
         attend_kernel[(batch * heads,)](
             q, q_far, position, alpha, gamma, *near, sink_k, sink_v, *states, out,

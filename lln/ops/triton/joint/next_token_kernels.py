@@ -58,7 +58,6 @@ def move_kernel(
     BE: tl.constexpr,
     BS: tl.constexpr,
     OVERLAP: tl.constexpr,
-    NORMALIZE: tl.constexpr,
 ):
     """Write the token of one key head, and fold the key that leaves with this block.
 
@@ -91,9 +90,6 @@ def move_kernel(
             leaver = NEAR_FEATURES + (head * width + spot) * S + slots
         feature = tl.load(leaver, mask=inside, other=0.0)
     x = tl.where(inside, feature.to(tl.float32) * tl.load(BETA + h), float("-inf"))
-    if NORMALIZE:
-        x -= tl.max(x, axis=0)
-        x -= tl.log2(tl.sum(tl.exp2(x * LOG2E), axis=0)) * LN2
     x = tl.where(leaving >= sinks, x, float("-inf"))
     state, waiting = LOG_MASS + head * S + slots, PENDING_LOG_MASS + head * S + slots
     log_mass = tl.load(state, mask=inside, other=float("-inf"))

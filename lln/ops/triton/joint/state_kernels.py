@@ -24,7 +24,6 @@ from lln.ops.triton.features import (
     identity,
     jit,
     load_tile,
-    log_softmax,
     normalized,
 )
 
@@ -57,7 +56,6 @@ def segments_kernel(
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    NORMALIZE: tl.constexpr,
     ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
@@ -82,8 +80,6 @@ def segments_kernel(
         k = load_tile(K, k_row, start, end, rows, slots, S, BS, FULL)
         v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
         x = as_float_transposed(k, eye) * beta
-        if NORMALIZE:
-            x = log_softmax(x, slots < S, 0, S % BS != 0)
         if HAS_MASK or not FULL:
             keep = rows < end - start
             if HAS_MASK:

@@ -23,23 +23,18 @@ def decode(
     alpha: Float[Tensor, "B H"],
     beta: Float[Tensor, "B Hkv"],
     key_mask: Bool[Tensor, "B 1"] | None = None,
-    normalize_keys: bool = False,
 ) -> tuple[Float[Tensor, "B H 1 E"], Float[Tensor, "B Hkv D"], Float[Tensor, "B Hkv D E"]]:
     """(out, log_mass, mean): the token joins the state (float32), then its query reads it.
 
     Equals merging the state with that of the token and reading the result. The given state is not
     changed. For inference: gradients do not flow.
     """
-    return _decode(q, k, v, log_mass, mean, alpha, beta, key_mask, normalize_keys)
+    return _decode(q, k, v, log_mass, mean, alpha, beta, key_mask)
 
 
-def _decode_impl(
-    q, k, v, log_mass, mean, alpha, beta, key_mask, normalize_keys
-) -> tuple[Tensor, Tensor, Tensor]:
+def _decode_impl(q, k, v, log_mass, mean, alpha, beta, key_mask) -> tuple[Tensor, Tensor, Tensor]:
     b, kv_heads, d, e = mean.shape
-    out, new_log_mass, new_mean = _decode_fake(
-        q, k, v, log_mass, mean, alpha, beta, key_mask, normalize_keys
-    )
+    out, new_log_mass, new_mean = _decode_fake(q, k, v, log_mass, mean, alpha, beta, key_mask)
     if out.numel() == 0:
         return out, new_log_mass, new_mean
     q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
@@ -51,15 +46,12 @@ def _decode_impl(
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
             mask_stride(key_mask) or 0, *alpha.stride(), *beta.stride(),
             kv_heads, q.shape[1] // kv_heads,
-            D=d, E=e, BD=padded(d), BE=block, HAS_MASK=key_mask is not None,
-            NORMALIZE=normalize_keys, num_warps=4,
+            D=d, E=e, BD=padded(d), BE=block, HAS_MASK=key_mask is not None, num_warps=4,
         )  # fmt: skip
     return out, new_log_mass, new_mean
 
 
-def _decode_fake(
-    q, k, v, log_mass, mean, alpha, beta, key_mask, normalize_keys
-) -> tuple[Tensor, Tensor, Tensor]:
+def _decode_fake(q, k, v, log_mass, mean, alpha, beta, key_mask) -> tuple[Tensor, Tensor, Tensor]:
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
     return (
         out,
@@ -70,7 +62,7 @@ def _decode_fake(
 
 _decode = register(
     "decode(Tensor q, Tensor k, Tensor v, Tensor log_mass, Tensor mean, Tensor alpha, Tensor beta, "
-    "Tensor? key_mask, bool normalize_keys) -> (Tensor out, Tensor log_mass, Tensor mean)",
+    "Tensor? key_mask) -> (Tensor out, Tensor log_mass, Tensor mean)",
     _decode_impl,
     _decode_fake,
 )

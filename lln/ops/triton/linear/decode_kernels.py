@@ -41,7 +41,6 @@ def decode_kernel(
     BD: tl.constexpr,
     BE: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    NORMALIZE: tl.constexpr,
 ):
     """The state of one key head after one key, and what its ``group`` queries read from it."""
     head = tl.program_id(0).to(tl.int64)
@@ -57,9 +56,6 @@ def decode_kernel(
     k = tl.load(K + b * k_batch + h * k_head + features, mask=inside, other=0.0)
     v = tl.load(V + b * v_batch + h * v_head + values, mask=values < E, other=0.0)
     x = tl.where(inside, k.to(tl.float32) * beta, float("-inf"))
-    if NORMALIZE:
-        x -= tl.max(x, axis=0)
-        x -= tl.log2(tl.sum(tl.exp2(x * LOG2E), axis=0)) * LN2
     v = v.to(tl.float32)
     if HAS_MASK:
         keep = tl.load(MASK + b * mask_batch) != 0

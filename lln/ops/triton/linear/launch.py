@@ -70,7 +70,7 @@ def precise(q: Tensor) -> bool:
 
 
 def summarize_parts(
-    k: Tensor, v: Tensor, beta: Tensor, key_mask: Tensor | None, normalize_keys: bool,
+    k: Tensor, v: Tensor, beta: Tensor, key_mask: Tensor | None,
     segments: tuple[int, int] | None = None,
 ) -> tuple[Tensor, int]:  # fmt: skip
     """Partial states of every key head, and their number per head.
@@ -78,7 +78,7 @@ def summarize_parts(
     ``segments`` = (count, span) fixes the parts: the first ``count`` segments of ``span`` keys.
     """
     shape, launch = _summarize_plan(
-        layout(k), layout(v), beta.stride(), mask_stride(key_mask), normalize_keys, segments
+        layout(k), layout(v), beta.stride(), mask_stride(key_mask), segments
     )
     parts = floats(k, *shape)
     launch(k, v, beta, key_mask, parts, None, None)
@@ -87,7 +87,7 @@ def summarize_parts(
 
 @planned
 def _summarize_plan(
-    k: Layout, v: Layout, beta: tuple[int, ...], mask: int | None, normalize_keys: bool,
+    k: Layout, v: Layout, beta: tuple[int, ...], mask: int | None,
     segments: tuple[int, int] | None,
 ) -> tuple[tuple[int, int, int], Launch]:  # fmt: skip
     ((b, heads, keys, d), k_strides, dtype, device), ((*_, e), v_strides, *_) = k, v
@@ -101,7 +101,7 @@ def _summarize_plan(
         (*row_strides(k_strides, v_strides), *beta, mask or 0, heads, keys, span),
         D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows,
         FULL=keys % t.rows == 0 and span % t.rows == 0, HAS_MASK=mask is not None,
-        NORMALIZE=normalize_keys, ALIKE=alike(k_strides, v_strides), **t.options,
+        ALIKE=alike(k_strides, v_strides), **t.options,
     )  # fmt: skip
 
 
@@ -220,12 +220,12 @@ def few_parts(parts: Tensor, d: int, e: int) -> Tensor:
 
 def summarize_backward(
     parts: Tensor, k: Tensor, v: Tensor, beta: Tensor, key_mask: Tensor | None,
-    norm: Tensor, *, normalize_keys: bool, need_beta: bool,
+    norm: Tensor, *, need_beta: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dk, dv, dbeta or None) from the parts of (dM, g)."""
     parts = few_parts(parts, k.shape[-1], v.shape[-1])
     dk_rows, dv_rows, slopes_shape, launch = _summarize_backward_plan(
-        layout(k), layout(v), beta.stride(), mask_stride(key_mask), parts.shape[1], normalize_keys
+        layout(k), layout(v), beta.stride(), mask_stride(key_mask), parts.shape[1]
     )
     dk, dv = k.new_empty_strided(*dk_rows), v.new_empty_strided(*dv_rows)
     slopes = floats(k, *slopes_shape) if need_beta else None
@@ -235,7 +235,7 @@ def summarize_backward(
 
 @planned
 def _summarize_backward_plan(
-    k: Layout, v: Layout, beta: tuple[int, ...], mask: int | None, count: int, normalize_keys: bool
+    k: Layout, v: Layout, beta: tuple[int, ...], mask: int | None, count: int
 ) -> tuple[Any, Any, tuple[int, int, int], Launch]:
     ((b, heads, keys, d), k_strides, dtype, device), ((*_, e), v_strides, *_) = k, v
     t = tile("summarize_backward", d, e, dtype, device)
@@ -246,7 +246,7 @@ def _summarize_backward_plan(
         (*row_strides(k_strides, v_strides, dk[1], dv[1]), *beta, mask or 0, heads, keys,
          span, count),
         D=d, E=e, BD=padded(d), BE=value_block(d, e, dtype, t), ROWS=t.rows,
-        FULL=keys % t.rows == 0, HAS_MASK=mask is not None, NORMALIZE=normalize_keys,
+        FULL=keys % t.rows == 0, HAS_MASK=mask is not None,
         ALIKE=alike(k_strides, v_strides, dk[1], dv[1]), **t.options,
     )  # fmt: skip
     return dk, dv, (b, heads, pieces), launch

@@ -59,9 +59,7 @@ def empty_packed_lse(q: Tensor) -> Tensor:
     return floats(q, q.shape[1], 2 if precise(q) else 1, q.shape[0])
 
 
-def summarize(
-    k: Tensor, v: Tensor, cu_k: Tensor, beta: Tensor, key_mask: Tensor | None, normalize_keys: bool
-) -> Merged:
+def summarize(k: Tensor, v: Tensor, cu_k: Tensor, beta: Tensor, key_mask: Tensor | None) -> Merged:
     """The state of every sequence and key head."""
     (tokens, heads, d), e = k.shape, v.shape[2]
     t = tile("summarize", d, e, k.dtype, k.device)
@@ -75,8 +73,7 @@ def summarize(
             k, v, beta, key_mask, parts, plan.table, cu_k, *_strides(k), *_strides(v),
             *beta.stride(), 0, heads, tokens, plan.span,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=False,
-            HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys, ALIKE=alike(k, v, dim=0),
-            **t.options,
+            HAS_MASK=key_mask is not None, ALIKE=alike(k, v, dim=0), **t.options,
         )  # fmt: skip
         merge_kernel[(beta.numel(), triton.cdiv(d, 4), triton.cdiv(e, columns))](
             parts, *state, plan.table, plan.items, heads, 0,
@@ -140,7 +137,7 @@ def _add_parts(parts: Tensor, plan: Plan, sequences: int, heads: int, group: int
 
 def summarize_backward(
     parts: Tensor, k: Tensor, v: Tensor, cu_k: Tensor, beta: Tensor, key_mask: Tensor | None,
-    norm: Tensor, dk: Tensor, dv: Tensor, *, normalize_keys: bool, need_beta: bool,
+    norm: Tensor, dk: Tensor, dv: Tensor, *, need_beta: bool,
 ) -> Tensor | None:  # fmt: skip
     """Fill dk, dv; return dbeta if asked for."""
     (tokens, heads, d), e = k.shape, v.shape[2]
@@ -153,7 +150,6 @@ def summarize_backward(
             *_strides(k), *_strides(v), *_strides(dk), *_strides(dv), *beta.stride(), 0,
             heads, tokens, plan.span, 1,
             D=d, E=e, BD=padded(d), BE=value_block(d, e, k.dtype, t), ROWS=t.rows, FULL=False,
-            HAS_MASK=key_mask is not None, NORMALIZE=normalize_keys,
-            ALIKE=alike(k, v, dk, dv, dim=0), **t.options,
+            HAS_MASK=key_mask is not None, ALIKE=alike(k, v, dk, dv, dim=0), **t.options,
         )  # fmt: skip
     return None if slopes is None else _add_parts(slopes, plan, cu_k.shape[0] - 1, heads, 1)

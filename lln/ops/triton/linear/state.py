@@ -19,10 +19,9 @@ def summarize(
     *,
     beta: Float[Tensor, "B Hkv"],
     key_mask: Bool[Tensor, "B M"] | None = None,
-    normalize_keys: bool = False,
 ) -> tuple[Float[Tensor, "B Hkv D"], Float[Tensor, "B Hkv D E"]]:
     """(L, M) of a set of keys, float32: see :func:`lln.ops.state.summarize`."""
-    return _summarize(k, v, beta, key_mask, normalize_keys)[:2]
+    return _summarize(k, v, beta, key_mask)[:2]
 
 
 def read(
@@ -39,22 +38,22 @@ def read(
     return _read(q, log_mass, mean, alpha)[0]
 
 
-def _summarize_impl(k, v, beta, key_mask, normalize_keys) -> tuple[Tensor, ...]:
+def _summarize_impl(k, v, beta, key_mask) -> tuple[Tensor, ...]:
     state = launch.empty_state(k, v)
     if k.numel() == 0 or v.numel() == 0:
         return state.log_mass.fill_(-torch.inf), state.mean.zero_(), state.norm.zero_()
     k, v, key_mask = rows_contiguous(k), rows_contiguous(v), contiguous_mask(key_mask)
-    parts, count = launch.summarize_parts(k, v, beta, key_mask, normalize_keys)
+    parts, count = launch.summarize_parts(k, v, beta, key_mask)
     launch.merge(parts, count, state, natural=True)
     return tuple(state)
 
 
-def _summarize_fake(k, v, beta, key_mask, normalize_keys) -> tuple[Tensor, ...]:
+def _summarize_fake(k, v, beta, key_mask) -> tuple[Tensor, ...]:
     return tuple(launch.empty_state(k, v))
 
 
 def _summarize_backward_impl(
-    d_log_mass, d_mean, k, v, beta, key_mask, log_mass, mean, norm, normalize_keys, need_beta
+    d_log_mass, d_mean, k, v, beta, key_mask, log_mass, mean, norm, need_beta
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     if k.numel() == 0 or v.numel() == 0:
         return torch.zeros_like(k), torch.zeros_like(v), mean.new_zeros(beta.shape)
@@ -62,22 +61,20 @@ def _summarize_backward_impl(
     g = d_log_mass - (d_mean * mean).sum(-1)
     parts = torch.cat([d_mean.flatten(2), g], dim=-1).flatten(0, 1).unsqueeze(1)
     dk, dv, dbeta = launch.summarize_backward(
-        parts, k, v, beta, key_mask, norm,
-        normalize_keys=normalize_keys, need_beta=need_beta,
-    )  # fmt: skip
+        parts, k, v, beta, key_mask, norm, need_beta=need_beta
+    )
     return dk, dv, dbeta
 
 
 def _summarize_backward_fake(
-    d_log_mass, d_mean, k, v, beta, key_mask, log_mass, mean, norm, normalize_keys, need_beta
+    d_log_mass, d_mean, k, v, beta, key_mask, log_mass, mean, norm, need_beta
 ) -> tuple[Tensor, Tensor, Tensor]:
     slope = mean.new_empty(beta.shape if need_beta else (0,))
     return empty_rows(k, k.shape[-1]), empty_rows(v, v.shape[-1]), slope
 
 
 def _summarize_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    k, v, beta, key_mask, ctx.normalize_keys = inputs
-    ctx.save_for_backward(k, v, beta, key_mask, *output)
+    ctx.save_for_backward(*inputs, *output)
     ctx.mark_non_differentiable(output[2])
 
 
@@ -85,10 +82,8 @@ def _summarize_differentiate(
     ctx: Any, d_log_mass: Tensor, d_mean: Tensor, _: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     need_beta = ctx.needs_input_grad[2]
-    dk, dv, dbeta = _summarize_backward(
-        d_log_mass, d_mean, *ctx.saved_tensors, ctx.normalize_keys, need_beta
-    )
-    return dk, dv, dbeta if need_beta else None, None, None
+    dk, dv, dbeta = _summarize_backward(d_log_mass, d_mean, *ctx.saved_tensors, need_beta)
+    return dk, dv, dbeta if need_beta else None, None
 
 
 def _read_impl(q, log_mass, mean, alpha) -> tuple[Tensor, Tensor]:
@@ -154,7 +149,7 @@ def _read_differentiate(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Tenso
 _KEYS = "Tensor k, Tensor v, Tensor beta, Tensor? key_mask"
 _STATE = "Tensor log_mass, Tensor mean"
 _summarize = register(
-    f"summarize({_KEYS}, bool normalize_keys) -> ({_STATE}, Tensor norm)",
+    f"summarize({_KEYS}) -> ({_STATE}, Tensor norm)",
     _summarize_impl,
     _summarize_fake,
     save=_summarize_save,
@@ -162,7 +157,7 @@ _summarize = register(
 )
 _summarize_backward = register(
     f"summarize_backward(Tensor d_log_mass, Tensor d_mean, {_KEYS}, {_STATE}, Tensor norm, "
-    "bool normalize_keys, bool need_beta) -> (Tensor, Tensor, Tensor)",
+    "bool need_beta) -> (Tensor, Tensor, Tensor)",
     _summarize_backward_impl,
     _summarize_backward_fake,
 )

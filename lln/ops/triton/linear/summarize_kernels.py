@@ -27,7 +27,6 @@ from lln.ops.triton.features import (
     jit,
     load_tile,
     locate,
-    log_softmax,
     normalized,
     store_tile,
 )
@@ -61,7 +60,6 @@ def summarize_kernel(
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    NORMALIZE: tl.constexpr,
     ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
@@ -87,8 +85,6 @@ def summarize_kernel(
         k = load_tile(K, k_row, start, end, rows, features, D, BD, FULL)
         v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
         x = as_float_transposed(k, eye) * scale  # [BD, ROWS]: features attend to keys
-        if NORMALIZE:
-            x = log_softmax(x, features < D, 0, D % BD != 0)
         if HAS_MASK or not FULL:
             keep = rows < end - start
             if HAS_MASK:
@@ -267,7 +263,6 @@ def summarize_backward_kernel(
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    NORMALIZE: tl.constexpr,
     ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
@@ -308,8 +303,6 @@ def summarize_backward_kernel(
     for start in range(part * span, end, ROWS):
         k = load_tile(K, k_row, start, end, rows, features, D, BD, FULL)
         x = as_float(k, eye) * (beta * LOG2E)
-        if NORMALIZE:
-            x = log_softmax(x, inside, 1, D % BD != 0)
         if HAS_MASK or not FULL:
             keep = rows < end - start
             if HAS_MASK:
@@ -336,8 +329,6 @@ def summarize_backward_kernel(
                 store_tile(DV, dv_row, start, end, dot(ph, weight), rows, block, E, BE, FULL)
                 gradient = dot_add(v, tl.trans(weight), gradient)
         gradient *= p
-        if NORMALIZE:
-            gradient -= tl.exp2(x) * tl.sum(gradient, axis=1)[:, None]
         if DBETA is not None:
             clean = as_float(k, eye)
             if HAS_MASK:

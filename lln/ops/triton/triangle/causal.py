@@ -29,7 +29,6 @@ def causal(
     alpha: Float[Tensor, "B H"],
     beta: Float[Tensor, "B Hkv"],
     key_mask: Bool[Tensor, "B M"] | None = None,
-    normalize_keys: bool = False,
     state: State | None = None,
     slot_dropout: None = None,
 ) -> Float[Tensor, "B H N E"]:
@@ -39,13 +38,11 @@ def causal(
 
     def attend(q, k, v, key_mask, _, given):
         log_mass, mean = given or (None, None)
-        return _forward(q, k, v, alpha, beta, log_mass, mean, key_mask, normalize_keys)[0]
+        return _forward(q, k, v, alpha, beta, log_mass, mean, key_mask)[0]
 
     return causal_by_parts(
         q, k, v, key_mask, state,
-        summarize=lambda k, v, mask: summarize(
-            k, v, beta=beta, key_mask=mask, normalize_keys=normalize_keys
-        ),
+        summarize=lambda k, v, mask: summarize(k, v, beta=beta, key_mask=mask),
         attend=attend,
         read=lambda q, log_mass, mean, _: read(q, log_mass, mean, alpha=alpha),
     )  # fmt: skip
@@ -57,22 +54,16 @@ def _given(log_mass: Tensor | None, mean: Tensor | None) -> launch.Given:
     return launch.Given(log_mass.contiguous(), mean.contiguous())
 
 
-def _forward_impl(
-    q, k, v, alpha, beta, log_mass, mean, key_mask, normalize_keys
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_impl(q, k, v, alpha, beta, log_mass, mean, key_mask) -> tuple[Tensor, Tensor, Tensor]:
     if q.numel() == 0 or v.numel() == 0:
-        out, lse, before = _forward_fake(
-            q, k, v, alpha, beta, log_mass, mean, key_mask, normalize_keys
-        )
+        out, lse, before = _forward_fake(q, k, v, alpha, beta, log_mass, mean, key_mask)
         return out.zero_(), lse.zero_(), before.zero_()
     q, k, v, key_mask = prepared(q, k, v, key_mask)
     given = _given(log_mass, mean)
-    return launch.causal(q, k, v, alpha, beta, key_mask, given, normalize_keys)
+    return launch.causal(q, k, v, alpha, beta, key_mask, given)
 
 
-def _forward_fake(
-    q, k, v, alpha, beta, log_mass, mean, key_mask, normalize_keys
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_fake(q, k, v, alpha, beta, log_mass, mean, key_mask) -> tuple[Tensor, Tensor, Tensor]:
     lse = empty_lse(q)
     if q.numel() == 0 or v.numel() == 0:
         return empty_rows(q, v.shape[-1]), lse, lse.new_empty(0)
@@ -80,19 +71,19 @@ def _forward_fake(
 
 
 def _backward_impl(
-    dout, q, k, v, alpha, beta, log_mass, mean, key_mask, lse, before, normalize_keys, need_alpha,
-    need_beta, need_state,
+    dout, q, k, v, alpha, beta, log_mass, mean, key_mask, lse, before, need_alpha, need_beta,
+    need_state,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     if q.numel() == 0 or v.numel() == 0:
         gradients = _backward_fake(
-            dout, q, k, v, alpha, beta, log_mass, mean, key_mask, lse, before, normalize_keys,
-            need_alpha, need_beta, need_state,
+            dout, q, k, v, alpha, beta, log_mass, mean, key_mask, lse, before, need_alpha,
+            need_beta, need_state,
         )  # fmt: skip
         return tuple(x.zero_() for x in gradients)
     q, k, v, key_mask = prepared(q, k, v, key_mask)
     given = _given(log_mass, mean)
     found = launch.causal_backward(
-        dout, q, k, v, alpha, beta, key_mask, given, lse, before, normalize_keys=normalize_keys,
+        dout, q, k, v, alpha, beta, key_mask, given, lse, before,
         need_alpha=need_alpha, need_beta=need_beta, need_state=need_state,
     )  # fmt: skip
     state = _state_gradients(found.start, given) if need_state else (None, None)
@@ -118,8 +109,8 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _backward_fake(
-    dout, q, k, v, alpha, beta, log_mass, mean, key_mask, lse, before, normalize_keys, need_alpha,
-    need_beta, need_state,
+    dout, q, k, v, alpha, beta, log_mass, mean, key_mask, lse, before, need_alpha, need_beta,
+    need_state,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return (
         *empty_gradients(q, k, v),
@@ -131,24 +122,22 @@ def _backward_fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors, ctx.normalize_keys = inputs[:8], inputs[8]
-    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.save_for_backward(*inputs, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dout: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * 9
+        return (None,) * 8
     need_alpha, need_beta, need_log_mass, need_mean = ctx.needs_input_grad[3:7]
     dq, dk, dv, dalpha, dbeta, d_log_mass, d_mean = _backward(
-        dout, *ctx.saved_tensors, ctx.normalize_keys, need_alpha, need_beta,
-        need_log_mass or need_mean,
-    )  # fmt: skip
+        dout, *ctx.saved_tensors, need_alpha, need_beta, need_log_mass or need_mean
+    )
     return (
         dq, dk, dv,
         dalpha if need_alpha else None, dbeta if need_beta else None,
-        d_log_mass if need_log_mass else None, d_mean if need_mean else None, None, None,
+        d_log_mass if need_log_mass else None, d_mean if need_mean else None, None,
     )  # fmt: skip
 
 
@@ -157,15 +146,15 @@ _INPUTS = (
     "Tensor? key_mask"
 )
 _forward = register(
-    f"causal({_INPUTS}, bool normalize_keys) -> (Tensor out, Tensor lse, Tensor before)",
+    f"causal({_INPUTS}) -> (Tensor out, Tensor lse, Tensor before)",
     _forward_impl,
     _forward_fake,
     save=_save,
     differentiate=_differentiate,
 )
 _backward = register(
-    f"causal_backward(Tensor dout, {_INPUTS}, Tensor lse, Tensor before, bool normalize_keys, "
-    "bool need_alpha, bool need_beta, bool need_state) "
+    f"causal_backward(Tensor dout, {_INPUTS}, Tensor lse, Tensor before, bool need_alpha, "
+    "bool need_beta, bool need_state) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward_impl,
     _backward_fake,

@@ -24,10 +24,9 @@ from lln.ops.triton.features import (
     identity,
     jit,
     load_tile,
-    log_softmax,
     store_tile,
 )
-from lln.ops.triton.triangle.forward_kernels import carry_sums, key_exponents, visible_keys
+from lln.ops.triton.triangle.forward_kernels import carry_sums, visible_keys
 from lln.ops.triton.triangle.state_kernels import inverse, store_part
 
 
@@ -175,7 +174,6 @@ def causal_dkdv_kernel(
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    NORMALIZE: tl.constexpr,
     PRECISE: tl.constexpr,
     WIDE: tl.constexpr,
     TERMS: tl.constexpr,
@@ -238,8 +236,6 @@ def causal_dkdv_kernel(
         factors, top = query_factors(q, eye, alpha, lse, peak, features, D, BD)
         shrink = tl.exp2(peak - top)
         x = as_float(k, eye) * (beta * LOG2E)
-        if NORMALIZE:
-            x = log_softmax(x, inside, 1, D % BD != 0)
         c = tl.exp2(x + top[None, :])
         if masked:
             c = tl.where(keep[:, None], c, 0.0)
@@ -260,8 +256,6 @@ def causal_dkdv_kernel(
             sums *= earlier
         products = tl.where(above, dot(v, tl.trans(dout)) - delta[None, :], 0.0)
         gradient = c * (sums + dot_factors(products, tl.trans(factors), WIDE, TERMS))
-        if NORMALIZE:
-            gradient -= tl.exp2(x) * tl.sum(gradient, axis=1)[:, None]
         if DBETA is not None:
             clean = as_float(k, eye)
             if HAS_MASK:
@@ -289,7 +283,7 @@ def causal_dkdv_kernel(
             delta = tl.load(DELTA + start + few, mask=few < end - start, other=0.0)
             keep = visible_keys(MASK, start, end, few, HAS_MASK)
             v = tl.where(keep[:, None], v, 0.0)
-            x = key_exponents(k, beta * LOG2E, features, D, BD, NORMALIZE)
+            x = k.to(tl.float32) * (beta * LOG2E)
             x = tl.where(keep[:, None] & inside[None, :], x, float("-inf"))
             gradient, dv = careful_key_sums(
                 x, v.to(tl.float32), Q, DOUT, LSE, DELTA, q_row, dout_row, alpha, peak, mass,
@@ -297,8 +291,6 @@ def causal_dkdv_kernel(
                 D, E, BD, BE, PRECISE,
             )  # fmt: skip
             store_tile(DV, dv_row, start, end, dv, few, values, E, BE, False)
-            if NORMALIZE:
-                gradient -= tl.exp2(x) * tl.sum(gradient, axis=1)[:, None]
             if DBETA is not None:
                 clean = tl.where(keep[:, None], k.to(tl.float32), 0.0)
                 slope += tl.sum(gradient * clean)

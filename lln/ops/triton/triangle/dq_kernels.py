@@ -30,7 +30,6 @@ from lln.ops.triton.triangle.forward_kernels import (
     carry_keys,
     carry_sums,
     first_key,
-    key_exponents,
     key_factors,
     one_key,
     visible_keys,
@@ -86,7 +85,6 @@ def causal_dq_kernel(
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    NORMALIZE: tl.constexpr,
     PRECISE: tl.constexpr,
     WIDE: tl.constexpr,
     TERMS: tl.constexpr,
@@ -128,9 +126,7 @@ def causal_dq_kernel(
         BEFORE, LOG_MASS, MEAN, head // group, segment, tl.num_programs(0),
         features, values, D, E, BD, BE,
     )  # fmt: skip
-    start_key = first_key(
-        K, k_row, MASK, beta, begin, end, rows, features, D, BD, ROWS, HAS_MASK, NORMALIZE
-    )
+    start_key = first_key(K, k_row, MASK, beta, begin, end, rows, features, D, BD, ROWS, HAS_MASK)
     peak = tl.where(mass == 0.0, start_key, peak)
     if SUMS:
         mean *= mass[:, None]
@@ -144,7 +140,7 @@ def causal_dq_kernel(
         keep = visible_keys(MASK, start, end, rows, HAS_MASK)
         if HAS_MASK:
             v = tl.where(keep[:, None], v, 0.0)
-        factors, top = key_factors(k, eye, beta, peak, keep, features, D, BD, NORMALIZE, masked)
+        factors, top = key_factors(k, eye, beta, peak, keep, features, D, BD, masked)
         jump = tl.maximum(jump, top - peak)
         shrink = tl.exp2(peak - top)
         earlier = (mass * shrink)[None, :]
@@ -193,7 +189,7 @@ def causal_dq_kernel(
             x = minus_lse(q * (alpha * LOG2E), LSE, tokens, start, end, few, 0.0, PRECISE)
             first, weights = careful_query_sums(
                 x, dout, K, V, k_row, v_row, MASK, beta, peak, mass, mean, start, end,
-                few, features, values, D, E, BD, BE, HAS_MASK, NORMALIZE,
+                few, features, values, D, E, BD, BE, HAS_MASK,
             )  # fmt: skip
             delta = tl.sum(first, axis=1)
             gradient = first - delta[:, None] * weights
@@ -201,7 +197,7 @@ def causal_dq_kernel(
                 slope += tl.sum(gradient * q)
             store_tile(DQ, dq_row, start, end, gradient * alpha, few, features, D, BD, False)
             tl.store(DELTA + start + few, delta, mask=few < end - start)
-            y = key_exponents(k, beta, features, D, BD, NORMALIZE)
+            y = k.to(tl.float32) * beta
             y = tl.where(keep[:, None] & (features < D)[None, :], y, float("-inf"))
             top = tl.maximum(peak, tl.max(y, axis=0))
             factors = tl.trans(tl.exp2(y - top[None, :]))
@@ -234,7 +230,6 @@ def careful_query_sums(
     BD: tl.constexpr,
     BE: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    NORMALIZE: tl.constexpr,
 ):
     """(Σ_j W v_j·dO, Σ_j W) as [16 rows, features]; x = α q − ℓ."""
     log_mass = tl.where(mass > 0.0, peak + tl.log2(mass), float("-inf"))
@@ -246,7 +241,7 @@ def careful_query_sums(
         if HAS_MASK:
             keep = tl.load(MASK + index) != 0
         if keep:
-            y = x + one_key(K, k_row, beta, index, features, D, BD, NORMALIZE)
+            y = x + one_key(K, k_row, beta, index, features, D)
             y = tl.where(inside & (rows >= index - start)[:, None], y, float("-inf"))
             weight = tl.exp2(y)
             v = tl.load(V + tl.cast(index, tl.int64) * v_row + values, mask=values < E, other=0.0)

@@ -29,7 +29,6 @@ from lln.ops.triton.features import (
     identity,
     jit,
     load_tile,
-    log_softmax,
     store_tile,
 )
 from lln.ops.triton.linear.read_kernels import store_lse
@@ -53,7 +52,6 @@ def first_key(
     BD: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    NORMALIZE: tl.constexpr,
 ):
     """Exponents of the first visible key of begin … end: a peak that all later rows can see."""
     index = begin
@@ -64,14 +62,9 @@ def first_key(
             keep = tl.load(MASK + start + rows, mask=rows < end - start, other=0) != 0
             index = tl.minimum(index, tl.min(tl.where(keep, start + rows, end), axis=0))
         width = tl.where(index < end, D, 0)
-    inside = features < D
     pointers = K + tl.cast(index, tl.int64) * k_row + features
     x = tl.load(pointers, mask=features < width, other=0.0).to(tl.float32) * scale
-    if NORMALIZE:
-        x = tl.where(inside, x, float("-inf"))
-        x -= tl.max(x, axis=0)
-        x -= tl.log2(tl.sum(tl.exp2(x), axis=0))
-    return tl.where(inside, x, FLOOR)
+    return tl.where(features < D, x, FLOOR)
 
 
 @jit
@@ -93,14 +86,11 @@ def key_factors(
     features,
     D: tl.constexpr,
     BD: tl.constexpr,
-    NORMALIZE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """(bᵀ = exp(β k − R) as [features, keys], R): R is the running peak with these keys."""
     x = as_float_transposed(k, eye) * scale
-    if NORMALIZE:
-        x = log_softmax(x, features < D, 0, D % BD != 0)
-    elif D % BD != 0:
+    if D % BD != 0:
         x = tl.where((features < D)[:, None], x, float("-inf"))
     if MASKED:
         x = tl.where(keep[None, :], x, float("-inf"))
@@ -165,7 +155,6 @@ def causal_kernel(
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    NORMALIZE: tl.constexpr,
     PRECISE: tl.constexpr,
     WIDE: tl.constexpr,
     TERMS: tl.constexpr,
@@ -204,9 +193,7 @@ def causal_kernel(
         BEFORE, LOG_MASS, MEAN, head // group, segment, tl.num_programs(0),
         features, values, D, E, BD, BE,
     )  # fmt: skip
-    start_key = first_key(
-        K, k_row, MASK, beta, begin, end, rows, features, D, BD, ROWS, HAS_MASK, NORMALIZE
-    )
+    start_key = first_key(K, k_row, MASK, beta, begin, end, rows, features, D, BD, ROWS, HAS_MASK)
     peak = tl.where(mass == 0.0, start_key, peak)
     if SUMS:
         mean *= mass[:, None]
@@ -218,7 +205,7 @@ def causal_kernel(
         keep = visible_keys(MASK, start, end, rows, HAS_MASK)
         if HAS_MASK:
             v = tl.where(keep[:, None], v, 0.0)
-        factors, top = key_factors(k, eye, beta, peak, keep, features, D, BD, NORMALIZE, masked)
+        factors, top = key_factors(k, eye, beta, peak, keep, features, D, BD, masked)
         jump = tl.maximum(jump, top - peak)
         shrink = tl.exp2(peak - top)
         earlier = (mass * shrink)[None, :]
@@ -262,12 +249,12 @@ def causal_kernel(
             v = tl.where(keep[:, None], v, 0.0)
             highest, weight, out = careful_rows(
                 q, K, V, k_row, v_row, MASK, alpha, beta, peak, mass, mean, start, end,
-                few, features, values, D, E, BD, BE, HAS_MASK, NORMALIZE,
+                few, features, values, D, E, BD, BE, HAS_MASK,
             )  # fmt: skip
             out *= inverse(weight)[:, None]
             store_tile(OUT, out_row, start, end, out, few, values, E, BE, False)
             store_lse(LSE, tokens, start, end, few, highest, weight, PRECISE)
-            x = key_exponents(k, beta, features, D, BD, NORMALIZE)
+            x = k.to(tl.float32) * beta
             x = tl.where(keep[:, None] & (features < D)[None, :], x, float("-inf"))
             top = tl.maximum(peak, tl.max(x, axis=0))
             factors = tl.trans(tl.exp2(x - top[None, :]))
@@ -276,29 +263,10 @@ def causal_kernel(
 
 
 @jit
-def key_exponents(k, scale, features, D: tl.constexpr, BD: tl.constexpr, NORMALIZE: tl.constexpr):
-    """Base-2 exponents of keys [rows, features] without the tensor cores."""
-    x = k.to(tl.float32) * scale
-    if NORMALIZE:
-        x = log_softmax(x, features < D, 1, D % BD != 0)
-    return x
-
-
-@jit
-def one_key(
-    K,
-    k_row,
-    scale,
-    index,
-    features,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-):
+def one_key(K, k_row, scale, index, features, D: tl.constexpr):
     """Exponents [1, features] of one key."""
     pointers = K + tl.cast(index, tl.int64) * k_row + features[None, :]
-    k = tl.load(pointers, mask=(features < D)[None, :], other=0.0)
-    return key_exponents(k, scale, features, D, BD, NORMALIZE)
+    return tl.load(pointers, mask=(features < D)[None, :], other=0.0).to(tl.float32) * scale
 
 
 @jit
@@ -324,7 +292,6 @@ def careful_rows(
     BD: tl.constexpr,
     BE: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    NORMALIZE: tl.constexpr,
 ):
     """(top, weight, sum) of 16 rows: the carried state, then each key of the tile by itself."""
     x = q.to(tl.float32) * alpha
@@ -340,7 +307,7 @@ def careful_rows(
         if HAS_MASK:
             keep = tl.load(MASK + index) != 0
         if keep:
-            y = x + one_key(K, k_row, beta, index, features, D, BD, NORMALIZE)
+            y = x + one_key(K, k_row, beta, index, features, D)
             y = tl.where(inside & (rows >= index - start)[:, None], y, float("-inf"))
             highest = tl.maximum(tl.max(y, axis=1), FLOOR)
             score = tl.sum(tl.exp2(y - highest[:, None]), axis=1)

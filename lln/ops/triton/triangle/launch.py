@@ -93,7 +93,6 @@ class Scales(NamedTuple):
     mask: int | None
     alpha: tuple[int, ...]
     beta: tuple[int, ...]
-    normalize_keys: bool
 
     def numbers(self, heads: int, group: int, tokens: int, span: int) -> tuple[int, ...]:
         """The arguments of a kernel after its tensors' strides."""
@@ -119,7 +118,6 @@ def _of_keys(scales: Scales, t: Tile, dtype: torch.dtype) -> dict[str, Any]:
     """What those that see keys have beside it."""
     return {
         "HAS_MASK": scales.mask is not None,
-        "NORMALIZE": scales.normalize_keys,
         **factors(dtype),
         **carry_options(t, dtype),
     }
@@ -127,14 +125,14 @@ def _of_keys(scales: Scales, t: Tile, dtype: torch.dtype) -> dict[str, Any]:
 
 def causal(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, key_mask: Tensor | None,
-    given: Given, normalize_keys: bool,
+    given: Given,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, lse, states before the segments)."""
-    scales = Scales(mask_stride(key_mask), alpha.stride(), beta.stride(), normalize_keys)
+    scales = Scales(mask_stride(key_mask), alpha.stride(), beta.stride())
     (count, span), rows, launch = _causal_plan(layout(q), layout(k), layout(v), scales)
     before = empty_before(q, k, v)
     if count > 1:
-        parts, _ = summarize_parts(k, v, beta, key_mask, normalize_keys, (count - 1, span))
+        parts, _ = summarize_parts(k, v, beta, key_mask, (count - 1, span))
         scan(parts, before, given, q.shape[-1], v.shape[-1], reverse=False)
     out, lse = q.new_empty_strided(*rows), empty_lse(q)
     launch(q, k, v, out, lse, key_mask, alpha, beta, before, *given)
@@ -171,13 +169,13 @@ class Gradients(NamedTuple):
 def causal_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor,
     key_mask: Tensor | None, given: Given, lse: Tensor, before: Tensor, *,
-    normalize_keys: bool, need_alpha: bool, need_beta: bool, need_state: bool,
+    need_alpha: bool, need_beta: bool, need_state: bool,
 ) -> Gradients:  # fmt: skip
     """All gradients; those of grouped query heads are summed for their key head."""
     (b, heads, tokens, _), kv_heads = q.shape, k.shape[1]
     group = heads // kv_heads
     dout = rows_contiguous(dout)
-    scales = Scales(mask_stride(key_mask), alpha.stride(), beta.stride(), normalize_keys)
+    scales = Scales(mask_stride(key_mask), alpha.stride(), beta.stride())
     first = 0 if need_state else 1
     (count, span), (dq_rows, *keys), launch_dq, launch_dkdv = _causal_backward_plan(
         layout(q), layout(k), layout(v), dout.stride(), scales, first
