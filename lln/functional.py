@@ -13,7 +13,8 @@ from torch import Tensor
 from lln.moments.calibration import measure_packed_scales, measure_scales
 from lln.moments.levels import match_level
 from lln.ops import triton
-from lln.ops.arguments import (
+from lln.ops.causal.causal import causal
+from lln.ops.common.arguments import (
     as_level,
     as_scale,
     autocast,
@@ -24,16 +25,15 @@ from lln.ops.arguments import (
     explain_sdpa_arguments,
     is_dtensor,
 )
-from lln.ops.bidirectional import bidirectional
-from lln.ops.causal import causal
 from lln.ops.dispatch import choose, name_of
-from lln.ops.eager.varlen import in_groups
-from lln.ops.lln_diag import lln_diag
-from lln.ops.local import Local, check_level, read_causal_block, read_local, read_mix
-from lln.ops.near_far import near_far
-from lln.ops.normalized_keys import normalized_keys
-from lln.ops.state import State, read, summarize
-from lln.ops.varlen import check_packed, check_packed_qkv, varlen
+from lln.ops.linear.bidirectional import bidirectional
+from lln.ops.linear.eager_varlen import in_groups
+from lln.ops.linear.normalized_keys import normalized_keys
+from lln.ops.linear.state import State, read, summarize
+from lln.ops.linear.varlen import check_packed, check_packed_qkv, varlen
+from lln.ops.window.lln_diag import lln_diag
+from lln.ops.window.local import Local, check_level, read_causal_block, read_local, read_mix
+from lln.ops.window.near_far import near_far
 from lln.protocols import Call
 
 if TYPE_CHECKING:

@@ -134,9 +134,10 @@ EXTRAS_AT_THE_TOP = {
     "study/paper/figures/run.py": {"rich"},
     "study/paper/verify/run.py": {"rich"},
 }
+FAMILIES = ("common", "linear", "causal", "window", "taps", "moments")
 # Folders that exist for one package, and that nothing else imports unless it is wanted.
 FOLDERS_OF = {
-    "ops/triton/": {"triton"},
+    **{f"ops/{family}/kernels/": {"triton"} for family in FAMILIES},
     "hf/": {"transformers"},
     "onnx/": {"onnx", "onnxscript"},
 }

@@ -10,7 +10,7 @@ import torch
 import lln
 from lln.nn import LLNAttention
 from lln.ops import reference
-from lln.ops.normalized_keys import normalized_keys
+from lln.ops.linear.normalized_keys import normalized_keys
 from tests.helpers import LENGTHS, assert_matches, random_qkv, random_scales, run_with_grads
 
 HALF = (torch.bfloat16, torch.float16)

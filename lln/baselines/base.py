@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lln.ops.arguments import (
+from lln.ops.common.arguments import (
     check_floating,
     check_mask,
     check_positive_int,

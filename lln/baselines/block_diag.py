@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from lln.baselines.base import Core, Layer
-from lln.ops.arguments import check_positive_int
-from lln.ops.block_diagonal import block_diagonal
+from lln.ops.common.arguments import check_positive_int
+from lln.ops.window.block_diagonal import block_diagonal
 
 
 class BlockDiag(Core):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lln.baselines.base import Layer, TokenMixer, identity, valid, wide
 from lln.baselines.window import segments
-from lln.ops.arguments import check_positive_int, hide
+from lln.ops.common.arguments import check_positive_int, hide
 
 BIAS_BUCKETS, BIAS_DISTANCE = 32, 128  # of T5's relative positions
 

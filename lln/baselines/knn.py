@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lln.baselines.base import Core, Layer, masked_softmax
 from lln.baselines.softmax import visible
-from lln.ops.arguments import check_positive_int
+from lln.ops.common.arguments import check_positive_int
 
 
 class Knn(Core):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lln.baselines.base import Core, Layer
 from lln.moments import match_features, softmax_entropy
-from lln.ops.bidirectional import bidirectional
+from lln.ops.linear.bidirectional import bidirectional
 
 CHUNK = 64  # of the causal form
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lln.baselines.base import Core, Layer
-from lln.ops.arguments import check_positive_int
+from lln.ops.common.arguments import check_positive_int
 
 
 class Linformer(Core):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lln.baselines.base import Core, Layer
 from lln.moments.line import PAPER
-from lln.ops.arguments import check_mask, check_qkv, no_autocast
+from lln.ops.common.arguments import check_mask, check_qkv, no_autocast
 
 
 class AuthorsLLN(Core):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lln.baselines.base import Layer, TokenMixer, identity, masked_softmax, merge, valid, wide
 from lln.baselines.window import banded, half_window, surroundings
-from lln.ops.arguments import hide
+from lln.ops.common.arguments import hide
 
 
 class Longformer(TokenMixer):

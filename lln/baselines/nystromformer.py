@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from lln.baselines.base import Core, Layer, masked_softmax, valid
 from lln.baselines.pseudoinverse import pseudoinverse
-from lln.ops.arguments import check_positive_int
-from lln.ops.convolution import convolve_tokens, draw_filters_
+from lln.ops.common.arguments import check_positive_int
+from lln.ops.taps.convolution import convolve_tokens, draw_filters_
 
 
 class Nystromformer(Core):

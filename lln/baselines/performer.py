@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lln.baselines.base import Layer
 from lln.baselines.linear import PositiveCore
-from lln.ops.arguments import check_positive_int
+from lln.ops.common.arguments import check_positive_int
 
 
 class Performer(PositiveCore):

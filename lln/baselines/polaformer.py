@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lln.baselines.base import Layer, TokenMixer, merge, wide
 from lln.baselines.linear import divide
-from lln.ops.arguments import check_positive_int, hide
+from lln.ops.common.arguments import check_positive_int, hide
 
 
 class PolaFormer(TokenMixer):

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lln.baselines.base import Layer, TokenMixer, identity, merge, valid, wide
-from lln.ops.arguments import check_positive_int, hide
+from lln.ops.common.arguments import check_positive_int, hide
 
 SELF_PENALTY = 1e5  # a token attends to itself only if to nothing else
 

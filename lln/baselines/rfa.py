@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lln.baselines.base import Layer
 from lln.baselines.linear import LinearCore
-from lln.ops.arguments import check_positive_int
+from lln.ops.common.arguments import check_positive_int
 
 
 class Rfa(LinearCore):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lln.baselines.base import Core, Layer, valid
 from lln.baselines.pseudoinverse import pseudoinverse
-from lln.ops.arguments import check_positive_int
+from lln.ops.common.arguments import check_positive_int
 
 LAST = 2**31 - 1  # the turn of a masked token, which never comes
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lln.baselines.base import Core, Layer, masked_softmax
-from lln.ops.convolution import check_conv, convolve_tokens, draw_filters_
+from lln.ops.taps.convolution import check_conv, convolve_tokens, draw_filters_
 
 IMPLEMENTATIONS = ("sdpa", "matrix")
 

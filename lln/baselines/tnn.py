@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lln.baselines.base import Layer, TokenMixer, valid, wide
 from lln.baselines.rms_norm import simple_rms_norm
-from lln.ops.arguments import check_positive_int, hide
+from lln.ops.common.arguments import check_positive_int, hide
 
 
 class Tnn(TokenMixer):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lln.baselines.base import Layer, TokenMixer, masked_softmax, merge, valid, wide
 from lln.baselines.window import half_window, segments, surroundings
-from lln.ops.arguments import check_positive_int, hide
+from lln.ops.common.arguments import check_positive_int, hide
 
 
 class TransformerLS(TokenMixer):

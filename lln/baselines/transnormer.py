@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lln.baselines.base import Core, Layer
 from lln.baselines.rms_norm import simple_rms_norm
 from lln.baselines.window import segments
-from lln.ops.arguments import check_positive_int
+from lln.ops.common.arguments import check_positive_int
 
 KINDS = ("diag", "norm")
 

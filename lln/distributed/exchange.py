@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lln.ops.eager.features import finite_or_zero
-from lln.ops.eager.state import merge
+from lln.ops.common.features import finite_or_zero
+from lln.ops.linear.eager_state import merge
 
 
 class Exchange(torch.autograd.Function):

@@ -14,7 +14,8 @@ from lln.distributed.agreement import agreed
 from lln.distributed.exchange import Exchange, taking_part
 from lln.distributed.scales import measured_scales
 from lln.distributed.windows import Reach, attend_far, attend_near
-from lln.ops.arguments import (
+from lln.ops.causal.causal import causal
+from lln.ops.common.arguments import (
     as_level,
     as_scale,
     autocast,
@@ -25,14 +26,13 @@ from lln.ops.arguments import (
     check_qkv,
     explain_sdpa_arguments,
 )
-from lln.ops.block_diagonal import block_diagonal
-from lln.ops.causal import causal
+from lln.ops.common.parts import blend
 from lln.ops.dispatch import choose
-from lln.ops.eager.joint.near_far import combine
-from lln.ops.eager.parts import blend
-from lln.ops.local import Local, read_local, read_mix
-from lln.ops.normalized_keys import normalized_keys
-from lln.ops.state import State
+from lln.ops.linear.normalized_keys import normalized_keys
+from lln.ops.linear.state import State
+from lln.ops.window.block_diagonal import block_diagonal
+from lln.ops.window.eager_near_far import combine
+from lln.ops.window.local import Local, read_local, read_mix
 from lln.protocols import Call, compute_dtype
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lln.distributed.exchange import ExchangeEdges, ExchangeOutside, taking_part
-from lln.ops.eager.joint.far import far_op
-from lln.ops.eager.joint.near import near_op
-from lln.ops.eager.joint.near_far import Sinks
-from lln.ops.eager.state import summarize_op
-from lln.ops.local import Local
+from lln.ops.linear.eager_state import summarize_op
+from lln.ops.window.eager_far import far_op
+from lln.ops.window.eager_near import near_op
+from lln.ops.window.eager_near_far import Sinks
+from lln.ops.window.local import Local
 
 Branch = tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]  # output and logarithm of its sum
 

@@ -19,10 +19,10 @@ from lln.hf.open_window import OpenWindow
 from lln.hf.rotation import Rotation
 from lln.hf.softmax import KeptKeys, put_softmax, softmax_heads_of
 from lln.nn import LLNAttention
-from lln.ops.arguments import hide
-from lln.ops.convolution import convolve_next, last_values
-from lln.ops.eager.joint.near_far import combine
-from lln.ops.state import State, summarize
+from lln.ops.common.arguments import hide
+from lln.ops.linear.state import State, summarize
+from lln.ops.taps.convolution import convolve_next, last_values
+from lln.ops.window.eager_near_far import combine
 from lln.protocols import compute_dtype
 
 

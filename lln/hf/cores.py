@@ -19,7 +19,7 @@ from lln.hf.softmax import kept_keys, put_softmax, softmax_heads_of
 from lln.mechanisms import Mechanism
 from lln.nn import LLNAttention
 from lln.nn.statistics import UnitScales
-from lln.ops.arguments import autocast
+from lln.ops.common.arguments import autocast
 from lln.protocols import AttentionCore
 
 # Options that the model decides, in every call or by its layers.

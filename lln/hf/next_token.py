@@ -16,10 +16,10 @@ from torch import Tensor
 from lln.hf.open_window import OpenWindow
 from lln.hf.rotation import Rotation
 from lln.nn import LLNAttention
-from lln.ops.eager.features import finite_or_zero
-from lln.ops.eager.joint.near_far import NOWHERE
-from lln.ops.local import Local
-from lln.ops.state import State
+from lln.ops.common.features import finite_or_zero
+from lln.ops.linear.state import State
+from lln.ops.window.eager_near_far import NOWHERE
+from lln.ops.window.local import Local
 from lln.protocols import compute_dtype
 
 Part = tuple[Tensor, Tensor, Tensor | None]

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lln.hf.padding import leading, take
-from lln.ops.block_diagonal import block_diagonal
+from lln.ops.window.block_diagonal import block_diagonal
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lln.hf.padding import leading, take
-from lln.ops.eager.joint.far import far_op
-from lln.ops.eager.joint.near import near_op
-from lln.ops.eager.joint.near_far import NOWHERE, read_with_normaliser
-from lln.ops.local import Local
-from lln.ops.state import State, summarize
+from lln.ops.linear.state import State, summarize
+from lln.ops.window.eager_far import far_op
+from lln.ops.window.eager_near import near_op
+from lln.ops.window.eager_near_far import NOWHERE, read_with_normaliser
+from lln.ops.window.local import Local
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lln.ops.arguments import check_mask, check_qkv
+from lln.ops.common.arguments import check_mask, check_qkv
 from lln.protocols import FLOATING, HALF, compute_dtype
 
 ROW_SUM_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}

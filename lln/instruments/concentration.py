@@ -20,8 +20,8 @@ from lln.instruments.heads import Head, build_head, over_rows
 from lln.instruments.kernels import find_kernel
 from lln.instruments.spectral_gap import CAUSAL_CAVEAT
 from lln.instruments.variance import log_variance_of_rows
-from lln.ops.arguments import as_scale, check_positive_int
-from lln.ops.normalized_keys import normalized_keys
+from lln.ops.common.arguments import as_scale, check_positive_int
+from lln.ops.linear.normalized_keys import normalized_keys
 from lln.ops.reference import repeat_heads
 from lln.protocols import compute_dtype
 

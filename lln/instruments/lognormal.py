@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lln.instruments.checks import check_stochastic
-from lln.ops.arguments import check_positive_int
+from lln.ops.common.arguments import check_positive_int
 
 QUANTILES = torch.linspace(0.005, 0.995, 199, dtype=torch.float64)
 

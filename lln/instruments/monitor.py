@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lln.instruments.concentration import MEASURES
 from lln.instruments.recording.attention_call import AttentionCall
 from lln.instruments.recording.recorder import attention_calls
-from lln.ops.arguments import check_positive_int, no_autocast
+from lln.ops.common.arguments import check_positive_int, no_autocast
 from lln.ops.reference import repeat_heads
 from lln.records.rows import Row, RowFile, number
 

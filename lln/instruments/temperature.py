@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lln import moments
 from lln.instruments.checks import tokens_taking_part
-from lln.ops.arguments import as_scale
+from lln.ops.common.arguments import as_scale
 from lln.ops.reference import repeat_heads
 
 if TYPE_CHECKING:

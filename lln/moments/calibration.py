@@ -16,7 +16,7 @@ from lln.moments.statistics import (
     standard_deviations,
 )
 from lln.ops import triton
-from lln.ops.arguments import transforms_active
+from lln.ops.common.arguments import transforms_active
 from lln.ops.dispatch import may_launch
 from lln.protocols import Call
 

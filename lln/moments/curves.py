@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lln.ops.arguments import constant_under_compile
+from lln.ops.common.arguments import constant_under_compile
 
 METHODS = ("variance", "entropy")
 HEAD_DIMS = (2, 1024)

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lln.moments.rows import counted_first
-from lln.ops.arguments import check_alike, check_features_alone, check_mask, no_autocast
+from lln.ops.common.arguments import check_alike, check_features_alone, check_mask, no_autocast
 from lln.protocols import compute_dtype
 
 ROWS = 64  # of each sample and head whose entropy is measured

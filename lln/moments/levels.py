@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lln.moments.features import log_products
 from lln.moments.rows import fields_of_rows, spaced_rows, take_rows
-from lln.ops.arguments import no_autocast
-from lln.ops.normalized_keys import normalized_keys
+from lln.ops.common.arguments import no_autocast
+from lln.ops.linear.normalized_keys import normalized_keys
 from lln.protocols import compute_dtype
 
 ROWS = 64  # of each sample and head

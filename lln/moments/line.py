@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lln.ops.arguments import check_positive_int
+from lln.ops.common.arguments import check_positive_int
 
 
 @dataclass(frozen=True)

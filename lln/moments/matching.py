@@ -15,7 +15,7 @@ from torch import Tensor
 from lln.moments.curves import METHODS, ON_CPU, curve
 from lln.moments.line import PAPER, MomentFit
 from lln.ops import triton
-from lln.ops.arguments import check_floating, constant_under_compile
+from lln.ops.common.arguments import check_floating, constant_under_compile
 from lln.ops.dispatch import may_launch
 from lln.protocols import compute_dtype
 

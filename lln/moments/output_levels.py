@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lln.moments.levels import RowScores, scores_of_rows, solve_share
-from lln.ops.arguments import hide, no_autocast
+from lln.ops.common.arguments import hide, no_autocast
 from lln.protocols import compute_dtype
 
 FARTHEST = 6.0  # from the level that matches shares: a far branch without weight learns nothing

@@ -7,7 +7,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lln.ops import triton
-from lln.ops.arguments import check_alike, check_floating, check_heads, check_mask, no_autocast
+from lln.ops.common.arguments import (
+    check_alike,
+    check_floating,
+    check_heads,
+    check_mask,
+    no_autocast,
+)
 from lln.ops.dispatch import may_launch
 from lln.protocols import Call, compute_dtype
 

@@ -22,10 +22,10 @@ from lln.nn.statistics import (
     CROSS_NEEDS_STORED_STATISTICS,
     choose_statistics,
 )
-from lln.ops.arguments import autocast, check_mask, check_qkv, is_dtensor
-from lln.ops.convolution import check_conv, draw_filters_
-from lln.ops.local import read_causal_block, read_local, read_mix
-from lln.ops.normalized_keys import normalized_keys
+from lln.ops.common.arguments import autocast, check_mask, check_qkv, is_dtensor
+from lln.ops.linear.normalized_keys import normalized_keys
+from lln.ops.taps.convolution import check_conv, draw_filters_
+from lln.ops.window.local import read_causal_block, read_local, read_mix
 from lln.protocols import compute_dtype
 
 MIXES = ("average", "learned", "joint")
@@ -37,7 +37,7 @@ class LLNAttention(nn.Module):
     Eq. (8)–(10) of arXiv:2311.13541 in their exact form, and Fig. 3 with ``diag_block``:
         out = A M,  A_il = softmax_l(α q_il + L_l),  M_l = Σ_j exp(β k_jl − L_l) v_j,
         out = w · LLN + (1 − w) · BlockDiagSoftmax,  w = ½ or learned per head.
-    With ``mix="joint"`` one normaliser holds for both, see :func:`lln.ops.near_far.near_far`.
+    With ``mix="joint"`` one normaliser holds for both: :func:`lln.ops.window.near_far.near_far`.
 
     Args:
         num_kv_heads: Key and value heads, a divisor of ``num_heads`` (GQA); default ``num_heads``.

@@ -10,12 +10,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lln.nn.draw import Draw, features_by_name
-from lln.ops.bidirectional import bidirectional
-from lln.ops.causal import causal
-from lln.ops.convolution import add_shared, convolve_tokens
-from lln.ops.lln_diag import lln_diag
-from lln.ops.local import Local
-from lln.ops.near_far import near, near_far
+from lln.ops.causal.causal import causal
+from lln.ops.linear.bidirectional import bidirectional
+from lln.ops.taps.convolution import add_shared, convolve_tokens
+from lln.ops.window.lln_diag import lln_diag
+from lln.ops.window.local import Local
+from lln.ops.window.near_far import near, near_far
 
 
 def attend_drawn(

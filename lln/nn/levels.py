@@ -15,8 +15,8 @@ from lln.moments.output_levels import OutputTerms, output_terms
 from lln.nn.feature_maps import LOG_FEATURES, mean_feature
 from lln.nn.statistics import Statistics
 from lln.nn.stored import Stored, mean_of_finite, per_head
-from lln.ops.arguments import hide
-from lln.ops.local import Local
+from lln.ops.common.arguments import hide
+from lln.ops.window.local import Local
 from lln.protocols import compute_dtype
 
 

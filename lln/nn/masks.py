@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lln.ops.arguments import may_look_at
+from lln.ops.common.arguments import may_look_at
 
 
 def valid_keys(

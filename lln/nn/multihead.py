@@ -15,7 +15,7 @@ from lln.moments import MomentFit
 from lln.nn import sharded
 from lln.nn.attention import LLNAttention
 from lln.nn.masks import check_causal_mask, pad_nested, unpad_nested, valid_keys
-from lln.ops.arguments import is_dtensor
+from lln.ops.common.arguments import is_dtensor
 
 
 class LLNMultiheadAttention(nn.MultiheadAttention):

@@ -10,7 +10,7 @@ from lln.moments.features import log_products
 from lln.moments.rows import fields_of_rows, take_rows
 from lln.nn.attention import LLNAttention
 from lln.nn.draw import Draw
-from lln.ops.arguments import hide
+from lln.ops.common.arguments import hide
 from lln.protocols import compute_dtype
 
 LEAST = 1e-30  # of a product of features: its logarithm has a gradient

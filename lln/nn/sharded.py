@@ -12,8 +12,8 @@ from lln.nn.statistics import (
     RunningStatistics,
     SampleStatistics,
 )
-from lln.ops.arguments import hide
-from lln.ops.convolution import convolve_tokens
+from lln.ops.common.arguments import hide
+from lln.ops.taps.convolution import convolve_tokens
 
 if TYPE_CHECKING:
     from lln.nn.attention import LLNAttention

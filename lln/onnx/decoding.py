@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lln.functional import prefill
 from lln.nn import LLNAttention
-from lln.ops.state import State
+from lln.ops.linear.state import State
 
 
 class DecodingStep(nn.Module):

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from lln.ops import eager, triton
-from lln.ops.eager.parts import blend
+from lln.ops.common.parts import blend
 from lln.protocols import Call
 
 

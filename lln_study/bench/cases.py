@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lln import functional, moments
 from lln.nn import RECOMMENDED, LLNAttention
 from lln.ops import reference
-from lln.ops.convolution import convolve_by_blocks
+from lln.ops.taps.convolution import convolve_by_blocks
 from lln_study.bench import peers
 
 ALPHA = BETA = 2.0  # constants: measuring them is the business of the "measured" op

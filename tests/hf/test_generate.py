@@ -213,7 +213,7 @@ def test_uncalibrated_models_are_named():
 def test_open_blocks_equal_one_pass(pieces):
     """Blocks counted from the first real token, whatever the pieces; masked tokens in between."""
     from lln.hf.padding import from_first_token
-    from lln.ops.block_diagonal import block_diagonal
+    from lln.ops.window.block_diagonal import block_diagonal
 
     q = torch.randn(4, 4, 13, 8, dtype=torch.float64)
     k, v = torch.randn(2, 4, 2, 13, 8, dtype=torch.float64)

@@ -55,7 +55,7 @@ def test_forward_is_torchs_count_of_the_same_products(kind):
 @pytest.mark.parametrize("name", ["summarize", "read"])
 def test_formulas_are_what_the_implementation_computes(name):
     """The function inside the operator, which torch can look into."""
-    state = importlib.import_module("lln.ops.eager.state")
+    state = importlib.import_module("lln.ops.linear.eager_state")
     q, k, v = (x.detach() for x in tensors())
     scale = torch.full((B, H), 2.0)
     log_mass, mean = state._summarize(k, v, scale, None)

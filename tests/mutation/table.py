@@ -12,10 +12,17 @@ OPS = "tests/test_bad_input.py tests/ops/test_against_reference.py tests/ops/tes
 CALLS = "tests/test_functional.py tests/test_properties.py"
 TILES = f"tests/ops/test_causal_tiles.py {OPS} {CALLS}"
 TRITON = "tests/ops/triton"
+FAMILIES = ("common", "linear", "causal", "window", "taps", "moments")
+KERNELS = (
+    f"{TRITON}/test_registration.py {TRITON}/test_bounds.py "
+    f"{TRITON}/test_state.py {TRITON}/test_bidirectional.py"
+)
 FUSED = f"{TRITON}/test_fused_convolution.py"
 CONVOLUTION = "tests/ops/test_convolution.py tests/nn/test_conv.py tests/nn/test_examples.py"
 JOINT = "tests/ops/test_near_far.py tests/test_near_far.py"
 ROUTES = f"{TRITON}/test_devices.py {TRITON}/test_promise.py"
+BLOCKS = "tests/ops/test_fused_blocks.py"
+TRANSFORMS = "tests/ops/test_derivatives.py tests/ops/test_transforms.py"
 CORE = "tests/nn/test_attention.py tests/nn/test_running.py tests/nn/test_dropout.py"
 MAPS = "tests/nn/test_near_far.py tests/nn/test_maps_of_others.py tests/nn/test_examples.py"
 LAYER = "tests/nn/test_multihead.py tests/nn/test_transformer_layers.py"
@@ -25,46 +32,45 @@ TRAINING = f"{ENGINE} tests/lln_study/train/test_resume.py"
 TESTS = {
     "lln/functional.py": f"{CALLS} tests/test_bad_input.py",
     "lln/ops": f"{OPS} {CALLS}",
-    "lln/ops/local.py": f"tests/test_near_far.py {OPS}",
-    "lln/ops/near_far.py": f"{JOINT} {OPS}",
-    "lln/ops/normalized_keys.py": "tests/test_normalized_keys.py",
-    "lln/ops/eager/joint": JOINT,
-    "lln/ops/convolution.py": CONVOLUTION,
-    "lln/ops/eager/convolution.py": CONVOLUTION,
-    "lln/ops/eager/threads.py": "tests/ops/test_threads.py tests/ops/test_unwatched.py",
-    "lln/ops/unwatched.py": "tests/ops/test_unwatched.py tests/ops/test_transforms.py",
+    "lln/ops/window/local.py": f"tests/test_near_far.py {OPS}",
+    "lln/ops/window/near_far.py": f"{JOINT} {OPS}",
+    "lln/ops/linear/normalized_keys.py": "tests/test_normalized_keys.py",
+    **{f"lln/ops/window/eager_{name}.py": JOINT for name in ("near", "far", "near_far")},
+    "lln/ops/taps/convolution.py": CONVOLUTION,
+    "lln/ops/taps/eager_convolution.py": CONVOLUTION,
+    "lln/ops/common/threads.py": "tests/ops/test_threads.py tests/ops/test_unwatched.py",
+    "lln/ops/common/unwatched.py": "tests/ops/test_unwatched.py tests/ops/test_transforms.py",
     "lln/ops/reference.py": f"{JOINT} tests/ops/test_block_causal.py {OPS}",
-    "lln/ops/lln_diag.py": f"tests/nn/test_attention.py tests/ops/test_fused_blocks.py {OPS}",
-    "lln/ops/arguments.py": f"{OPS} {CALLS} {JOINT} tests/nn/test_multihead.py",
-    "lln/ops/registration.py": f"tests/ops/test_derivatives.py tests/ops/test_transforms.py {OPS}",
-    "lln/ops/eager/block_diagonal.py": f"tests/ops/test_fused_blocks.py {OPS}",
-    "lln/ops/eager/fused_blocks.py": f"tests/ops/test_fused_blocks.py {OPS}",
-    "lln/ops/eager/triangle/square.py": TILES,
-    "lln/ops/eager/triangle/tree.py": TILES,
-    "lln/ops/eager/triangle/segments.py": TILES,
-    "lln/ops/eager/causal.py": TILES,
-    "lln/ops/eager/triangle/causal_backward.py": TILES,
-    "lln/ops/triton/blocks": f"{TRITON}/test_lln_diag.py {TRITON}/test_registration.py",
-    "lln/ops/triton": f"{TRITON}/test_registration.py {TRITON}/test_bounds.py "
-    f"{TRITON}/test_state.py {TRITON}/test_bidirectional.py",
-    "lln/ops/triton/__init__.py": f"{ROUTES} {TRITON}/test_bidirectional.py",
-    "lln/ops/triton/tiles.py": f"{ROUTES} {TRITON}/test_bidirectional.py {TRITON}/test_causal.py "
-    f"tests/nn/test_launches.py {TRITON}/test_wide_blocks.py",
-    "lln/ops/triton/launching.py": f"{TRITON}/test_launching.py {TRITON}/test_strides.py "
+    "lln/ops/window/lln_diag.py": f"tests/nn/test_attention.py {BLOCKS} {OPS}",
+    "lln/ops/common/arguments.py": f"{OPS} {CALLS} {JOINT} tests/nn/test_multihead.py",
+    "lln/ops/common/registration.py": f"{TRANSFORMS} {OPS}",
+    "lln/ops/window/eager_blocks.py": f"{BLOCKS} {OPS}",
+    "lln/ops/window/fused_blocks.py": f"{BLOCKS} {OPS}",
+    "lln/ops/causal/square.py": TILES,
+    "lln/ops/causal/tree.py": TILES,
+    "lln/ops/causal/segments.py": TILES,
+    "lln/ops/causal/eager_causal.py": TILES,
+    "lln/ops/causal/eager_backward.py": TILES,
+    "lln/ops/window/kernels/blocks": f"{TRITON}/test_lln_diag.py {TRITON}/test_registration.py",
+    **{f"lln/ops/{family}/kernels": KERNELS for family in FAMILIES},
+    "lln/ops/triton.py": f"{ROUTES} {TRITON}/test_bidirectional.py",
+    "lln/ops/common/kernels/tiles.py": f"{ROUTES} {TRITON}/test_bidirectional.py "
+    f"{TRITON}/test_causal.py tests/nn/test_launches.py {TRITON}/test_wide_blocks.py",
+    "lln/ops/common/kernels/launching.py": f"{TRITON}/test_launching.py {TRITON}/test_strides.py "
     f"{TRITON}/test_bidirectional.py",
-    "lln/ops/triton/joint": f"{TRITON}/test_joint.py {TRITON}/test_next_token.py",
-    "lln/ops/triton/blocks/wide_launch.py": f"{TRITON}/test_wide_blocks.py",
-    "lln/ops/triton/taps/convolution.py": f"{TRITON}/test_convolution.py {FUSED}",
-    "lln/ops/triton/triangle/causal.py": f"{TRITON}/test_causal.py {TRITON}/test_prefill.py",
-    "lln/ops/triton/triangle/launch.py": f"{TRITON}/test_causal.py {TRITON}/test_prefill.py",
-    "lln/ops/triton/blocks/block_diagonal.py": f"{TRITON}/test_lln_diag.py",
-    "lln/ops/triton/blocks/lln_diag.py": f"{TRITON}/test_lln_diag.py {FUSED}",
-    "lln/ops/triton/blocks/launch.py": f"{TRITON}/test_lln_diag.py",
-    "lln/ops/triton/linear/varlen.py": f"{TRITON}/test_varlen.py",
-    "lln/ops/triton/linear/launch_packed.py": f"{TRITON}/test_varlen.py",
-    "lln/ops/triton/linear/decode.py": f"{TRITON}/test_decode.py {TRITON}/test_prefill.py",
-    "lln/ops/triton/moments/statistics.py": f"{TRITON}/test_statistics.py",
-    "lln/ops/triton/moments/matching.py": f"{TRITON}/test_matching.py",
+    "lln/ops/window/kernels/joint": f"{TRITON}/test_joint.py {TRITON}/test_next_token.py",
+    "lln/ops/window/kernels/blocks/wide_launch.py": f"{TRITON}/test_wide_blocks.py",
+    "lln/ops/taps/kernels/convolution.py": f"{TRITON}/test_convolution.py {FUSED}",
+    "lln/ops/causal/kernels/causal.py": f"{TRITON}/test_causal.py {TRITON}/test_prefill.py",
+    "lln/ops/causal/kernels/launch.py": f"{TRITON}/test_causal.py {TRITON}/test_prefill.py",
+    "lln/ops/window/kernels/blocks/block_diagonal.py": f"{TRITON}/test_lln_diag.py",
+    "lln/ops/window/kernels/blocks/lln_diag.py": f"{TRITON}/test_lln_diag.py {FUSED}",
+    "lln/ops/window/kernels/blocks/launch.py": f"{TRITON}/test_lln_diag.py",
+    "lln/ops/linear/kernels/varlen.py": f"{TRITON}/test_varlen.py",
+    "lln/ops/linear/kernels/launch_packed.py": f"{TRITON}/test_varlen.py",
+    "lln/ops/linear/kernels/decode.py": f"{TRITON}/test_decode.py {TRITON}/test_prefill.py",
+    "lln/ops/moments/kernels/statistics.py": f"{TRITON}/test_statistics.py",
+    "lln/ops/moments/kernels/matching.py": f"{TRITON}/test_matching.py",
     "lln/moments": "tests/moments tests/test_bad_input.py",
     "lln/nn/presets.py": "tests/test_names.py",
     **{

@@ -24,7 +24,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from lln.nn import LLNAttention, RECOMMENDED
 from lln.ops import triton as kernels
-from lln.ops.triton import launching
+from lln.ops.common.kernels import launching
 from lln_study.bench.kernels.offline import _AbsentDevice, planned_for
 
 launched, bound = [], []

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lln.ops import reference
-from lln.ops.bidirectional import bidirectional
-from lln.ops.block_diagonal import block_diagonal
-from lln.ops.causal import causal
-from lln.ops.lln_diag import lln_diag
+from lln.ops.causal.causal import causal
+from lln.ops.linear.bidirectional import bidirectional
+from lln.ops.window.block_diagonal import block_diagonal
+from lln.ops.window.lln_diag import lln_diag
 from tests.helpers import LENGTHS, assert_matches, random_qkv, random_scales, run_with_grads
 
 HALF = (torch.bfloat16, torch.float16)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lln.ops import reference
-from lln.ops.causal import causal
-from lln.ops.eager.triangle.segments import segments
-from lln.ops.eager.triangle.square import is_tame
+from lln.ops.causal.causal import causal
+from lln.ops.causal.segments import segments
+from lln.ops.causal.square import is_tame
 from tests.helpers import relative_error, run_with_grads
 
 WAYS = {"square": True, "tree": False}
@@ -19,8 +19,8 @@ ONE = torch.ones(2, 3)
 
 
 def force(monkeypatch, way: str) -> None:
-    for module in ("causal", "triangle.causal_backward"):
-        target = sys.modules[f"lln.ops.eager.{module}"]
+    for module in ("eager_causal", "eager_backward"):
+        target = sys.modules[f"lln.ops.causal.{module}"]
         monkeypatch.setattr(target, "is_tame", lambda *_: WAYS[way])
 
 
@@ -67,9 +67,7 @@ def test_both_ways_equal_the_definition(way, masked):
 @pytest.mark.parametrize("elements", [1, 1100])
 def test_segments_carry_what_came_before(way, masked, elements, monkeypatch):
     """Long inputs are cut into segments of tiles; here so small that each has one or few."""
-    monkeypatch.setattr(
-        sys.modules["lln.ops.eager.triangle.segments"], "SEGMENT_ELEMENTS", elements
-    )
+    monkeypatch.setattr(sys.modules["lln.ops.causal.segments"], "SEGMENT_ELEMENTS", elements)
     assert len(segments(torch.zeros(2, 3, 230, 8), 64)) == (4 if elements == 1 else 2)
     options = {"key_mask": torch.rand(2, 230) > 0.3} if masked else {}
     oracle, got = exact_and_got(tensors(230), **options)

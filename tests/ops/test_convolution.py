@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lln.ops.convolution import band, convolve_next, convolve_tokens, last_values
-from lln.ops.eager import threads
+from lln.ops.common import threads
+from lln.ops.taps.convolution import band, convolve_next, convolve_tokens, last_values
 from tests.helpers import relative_error
 
 
@@ -63,7 +63,7 @@ def pair(tokens, taps=9, dtype=torch.float64):
 @pytest.mark.parametrize("tokens", [63, 64, 200])
 def test_chunks_of_tokens_see_their_neighbours(taps, tokens, monkeypatch):
     """On a CPU tokens go through in chunks, here of one block each."""
-    monkeypatch.setattr(sys.modules["lln.ops.eager.features"], "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(sys.modules["lln.ops.common.features"], "CHUNK_ELEMENTS", 1)
     v, weight, d_out = pair(tokens, taps)
     out, exact = convolve_tokens(v, weight), depthwise(v, weight)
     torch.testing.assert_close(out, exact)

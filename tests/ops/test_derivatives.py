@@ -8,9 +8,9 @@ from torch.autograd import forward_ad
 
 import lln
 from lln.nn import LLNAttention
-from lln.ops.bidirectional import bidirectional
-from lln.ops.causal import causal
-from lln.ops.lln_diag import lln_diag
+from lln.ops.causal.causal import causal
+from lln.ops.linear.bidirectional import bidirectional
+from lln.ops.window.lln_diag import lln_diag
 from tests.helpers import random_qkv, random_scales
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lln.ops import eager
-from lln.ops.eager import fused_blocks
-from lln.ops.eager.block_diagonal import block_diagonal_op
+from lln.ops.window import fused_blocks
+from lln.ops.window.eager_blocks import block_diagonal_op
 
 LENGTHS = {"equal": (48, 48), "cut": (45, 45), "more keys": (20, 53), "more queries": (53, 20)}
 
@@ -104,6 +104,6 @@ def test_groups_of_one_block_are_the_whole(is_causal, monkeypatch):
     q, k, v = (torch.randn(2, 3, 70, 8, dtype=torch.float64) for _ in range(3))
     mask = torch.rand(2, 70) > 0.3
     whole = block_diagonal_op(q, k, v, mask, None, 16, 0.3, is_causal, True)
-    monkeypatch.setattr(sys.modules["lln.ops.eager.block_diagonal"], "_GROUP_ELEMENTS", 1)
+    monkeypatch.setattr(sys.modules["lln.ops.window.eager_blocks"], "_GROUP_ELEMENTS", 1)
     cut = block_diagonal_op(q, k, v, mask, None, 16, 0.3, is_causal, True)
     torch.testing.assert_close(cut, whole)

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from lln.ops import reference
-from lln.ops.bidirectional import bidirectional
-from lln.ops.eager.joint.far import far_backward, far_op
-from lln.ops.eager.joint.near import near_backward, near_op
-from lln.ops.eager.joint.near_far import near_share
-from lln.ops.lln_diag import lln_diag
-from lln.ops.near_far import near_far
+from lln.ops.linear.bidirectional import bidirectional
+from lln.ops.window.eager_far import far_backward, far_op
+from lln.ops.window.eager_near import near_backward, near_op
+from lln.ops.window.eager_near_far import near_share
+from lln.ops.window.lln_diag import lln_diag
+from lln.ops.window.near_far import near_far
 from tests.helpers import assert_matches, random_qkv, random_scales, run_with_grads
 
 WINDOWS = [(16, 0, 0), (16, 5, 0), (16, 16, 3), (16, 40, 2), (1, 0, 0), (300, 0, 0)]
@@ -330,7 +330,7 @@ def test_memory_is_linear_in_the_length():
 
 @pytest.mark.parametrize("block, overlap", list(itertools.product((1, 7, 16), (0, 3, 20))))
 def test_windows_and_their_gradient_are_adjoint(block, overlap):
-    from lln.ops.eager.joint.near import Grid
+    from lln.ops.window.eager_near import Grid
 
     grid = Grid(30, 41, block, overlap, 5, False)
     x = torch.randn(1, 1, 41, 2, dtype=torch.float64)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lln.ops import reference
-from lln.ops.bidirectional import bidirectional
-from lln.ops.causal import causal
+from lln.ops.causal.causal import causal
+from lln.ops.linear.bidirectional import bidirectional
 from tests.helpers import ADVERSARIAL, adversarial, relative_error, run_with_grads
 
 OPS = {

@@ -10,7 +10,7 @@ import torch
 
 import lln
 from lln.ops import eager
-from lln.ops.eager import threads
+from lln.ops.common import threads
 from tests.helpers import relative_error
 from tests.waiting import HANGS
 
@@ -25,11 +25,11 @@ FORMS = {
 }  # fmt: skip
 # Elements of one head that a loop over tokens takes at once: here so few that each takes turns.
 LOOPS = {
-    "features.CHUNK_ELEMENTS": 128 * 16,
-    "triangle.segments.SEGMENT_ELEMENTS": 128 * 16,
-    "block_diagonal._GROUP_ELEMENTS": 64 * 16,
-    "joint.near._GROUP_ELEMENTS": 64 * 32,
-    "joint.far._GROUP_ELEMENTS": 64 * 16,
+    "common.features.CHUNK_ELEMENTS": 128 * 16,
+    "causal.segments.SEGMENT_ELEMENTS": 128 * 16,
+    "window.eager_blocks._GROUP_ELEMENTS": 64 * 16,
+    "window.eager_near._GROUP_ELEMENTS": 64 * 32,
+    "window.eager_far._GROUP_ELEMENTS": 64 * 16,
 }
 
 
@@ -64,7 +64,7 @@ def test_the_numbers_do_not_depend_on_the_number_of_threads(form, monkeypatch):
     """Heads are cut otherwise for every number of threads, the loops over tokens are not."""
     for name, size in LOOPS.items():
         module, constant = name.rsplit(".", 1)
-        monkeypatch.setattr(sys.modules[f"lln.ops.eager.{module}"], constant, size)
+        monkeypatch.setattr(sys.modules[f"lln.ops.{module}"], constant, size)
     tensors, mask = _inputs(tokens=300)
     found, cuts = [], []
     for count in (1, 2, 3):
@@ -183,7 +183,7 @@ def test_many_threads_may_ask_at_once():
 
 FORKED = """
 import os, torch, lln
-from lln.ops.eager import threads
+from lln.ops.common import threads
 threads.SHARED_ELEMENTS = threads.LEAST_ELEMENTS = 1 << 10
 torch.set_num_threads(2)
 q = torch.ones(2, 4, 32, 16)

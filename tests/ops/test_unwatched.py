@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lln
-from lln.ops.unwatched import argument_types, unwatched
+from lln.ops.common.unwatched import argument_types, unwatched
 
 SCALES = {"alpha": 1.3, "beta": 1.1}
 OPTIONS = [{}, {"diag_block": 4}, {"is_causal": True}, {"diag_block": 4, "mix": "joint"}]

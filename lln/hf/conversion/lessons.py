@@ -15,7 +15,7 @@ from lln.hf.softmax import softmax_heads_of
 from lln.moments.rows import fields_of_rows, spaced_rows, take_rows
 from lln.nn import LLNAttention
 from lln.nn.rows import row_weights
-from lln.ops.arguments import no_autocast
+from lln.ops.common.arguments import no_autocast
 
 # A head that answers nearly the same everywhere (all its weight is on one token) has no variance.
 LEAST_VARIANCE = 0.05  # of the mean over the heads of its layer

@@ -24,10 +24,10 @@ from lln.hf.rotation import Rotation
 from lln.hf.softmax import kept_keys, put_softmax, softmax_heads_of
 from lln.nn import LLNAttention
 from lln.ops import triton as kernels
-from lln.ops.convolution import convolve_next, last_values
-from lln.ops.eager.joint.near_far import combine
-from lln.ops.eager.state import merge
-from lln.ops.local import Local
+from lln.ops.linear.eager_state import merge
+from lln.ops.taps.convolution import convolve_next, last_values
+from lln.ops.window.eager_near_far import combine
+from lln.ops.window.local import Local
 from lln.protocols import compute_dtype
 
 

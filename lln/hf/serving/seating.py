@@ -12,7 +12,7 @@ from lln.hf.cache import StateLayer
 from lln.hf.open_window import OpenWindow
 from lln.hf.softmax import softmax_heads_of
 from lln.nn import LLNAttention
-from lln.ops.state import State, summarize
+from lln.ops.linear.state import State, summarize
 
 
 def tensors_of(layer: Any, core: LLNAttention | None, length: int) -> dict[str, Tensor]:

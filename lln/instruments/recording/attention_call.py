@@ -35,11 +35,11 @@ from lln.instruments.spectral_gap import (
 )
 from lln.instruments.temperature import temperature
 from lln.instruments.variance import log_variance
-from lln.ops.bidirectional import bidirectional
-from lln.ops.causal import causal
-from lln.ops.eager.joint.near_far import near_share_of
-from lln.ops.near_far import near
+from lln.ops.causal.causal import causal
+from lln.ops.linear.bidirectional import bidirectional
 from lln.ops.reference import near_field, repeat_heads
+from lln.ops.window.eager_near_far import near_share_of
+from lln.ops.window.near_far import near
 from lln.protocols import compute_dtype
 
 MEASURABLE = ("softmax", "lln", "near_far")

@@ -1,4 +1,4 @@
-"""Softmax attention inside blocks as nodes; see :mod:`lln.ops.eager.block_diagonal`."""
+"""Softmax attention inside blocks as nodes; see :mod:`lln.ops.window.eager_blocks`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Causal LLN as nodes: trees inside tiles, a Scan of states between them.
 
-The same cut as :mod:`lln.ops.eager.triangle.tree`: every pair of tokens of a tile meets in a
+The same cut as :mod:`lln.ops.causal.tree`: every pair of tokens of a tile meets in a
 rectangle that is fully visible, so that no key underflows because of a later one.
 """
 

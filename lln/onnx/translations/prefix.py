@@ -1,6 +1,6 @@
 """The states before every tile of keys: a Scan over the tiles, the only loop of the graphs.
 
-(L, M) of tile t is merged into those before it as :func:`lln.ops.eager.state.merge` does.
+(L, M) of tile t is merged into those before it as :func:`lln.ops.linear.eager_state.merge` does.
 """
 
 from __future__ import annotations

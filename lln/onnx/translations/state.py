@@ -1,4 +1,4 @@
-"""summarize and read as nodes; the formulas are those of :mod:`lln.ops.eager.state`."""
+"""summarize and read as nodes; the formulas are those of :mod:`lln.ops.linear.eager_state`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The two branches of ``mix="joint"`` as nodes: near keys in windows, far keys by LLN.
 
-See :mod:`lln.ops.eager.joint.near` and :mod:`lln.ops.eager.joint.far`. Queries and keys are those
+See :mod:`lln.ops.window.eager_near` and :mod:`lln.ops.window.eager_far`. Queries and keys are those
 of the same tokens, from the first one on: graphs of whole sequences.
 """
 

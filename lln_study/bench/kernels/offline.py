@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from lln.ops.triton import tiles
+from lln.ops.common.kernels import tiles
 
 KIB = 1024
 INSTALL = "pip install 'lln-attention[triton]' (Linux), which brings ptxas and cuobjdump"

@@ -23,8 +23,8 @@ from rich.text import Text
 from torch import Tensor
 
 from lln.ops import triton as kernels
-from lln.ops.local import Local
-from lln.ops.triton import tiles
+from lln.ops.common.kernels import tiles
+from lln.ops.window.local import Local
 from lln.records import machine, saved
 from lln.records.rows import Row
 from lln_study.bench.cases import DIAG_BLOCK, TAPS, WIDE_BLOCK

@@ -1,8 +1,8 @@
 """``lln bench tiles``: which tile of a kernel is fastest on the CUDA device at hand.
 
-The table of :mod:`lln.ops.triton.tiles` was measured on an H200. This compiles other tiles of a
-kernel, checks each against the definition, times the op that uses it, and says which entry of the
-table would be faster. Nothing is changed: what is better is for a person to write down.
+The table of :mod:`lln.ops.common.kernels.tiles` was measured on an H200. This compiles other tiles
+of a kernel, checks each against the definition, times the op that uses it, and says which entry of
+the table would be faster. Nothing is changed: what is better is for a person to write down.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lln.ops.triton import tiles
-from lln.ops.triton.tiles import Tile
+from lln.ops.common.kernels import tiles
+from lln.ops.common.kernels.tiles import Tile
 from lln.records import machine, saved
 from lln.records.rows import Row
 from lln_study.bench.apart.clock import time_launch

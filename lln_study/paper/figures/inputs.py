@@ -15,7 +15,7 @@ from torch import Tensor
 from lln.instruments import measure
 from lln.instruments.heads import build_head
 from lln.moments import match_moments
-from lln.ops.normalized_keys import normalized_keys
+from lln.ops.linear.normalized_keys import normalized_keys
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from lln_study.bench.kernels import offline, resources
 from lln_study.bench.kernels.offline import ARCHITECTURES, CannotCompile, Usage
 from tests.lln_study.bench.outside import outside
 
-TRITON = Path(__file__).resolve().parents[3] / "lln" / "ops" / "triton"
+TRITON = Path(__file__).resolve().parents[3] / "lln" / "ops"
 HALVES = ("bfloat16", "float16")
 PRINTED = """
 Fatbin elf code:
@@ -127,8 +127,8 @@ import torch, triton, warnings
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from lln_study.bench.kernels.offline import compiling
-from lln.ops.triton.triangle import launch as launch_causal
-from lln.ops.triton import tiles
+from lln.ops.causal.kernels import launch as launch_causal
+from lln.ops.common.kernels import tiles
 
 cpu = torch.device("cpu")
 q = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16)
@@ -236,7 +236,7 @@ def test_every_kernel_fits_the_device_its_tiles_were_measured_on(dtype, width, t
 PROGRAMS = """
 import torch
 from lln.ops import triton as kernels
-from lln.ops.triton import tiles
+from lln.ops.common.kernels import tiles
 from lln_study.bench.kernels.offline import compiling, planned_for, usage
 
 kernels.refuses_device = lambda x: None

@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from lln.cli.app import app
-from lln.ops.triton import tiles
+from lln.ops.common.kernels import tiles
 from lln_study.bench.kernels import tiles as trials
 
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ import torch
 
 from lln.ops import reference
 from lln.ops import triton as kernels
-from lln.ops.state import State
-from lln.ops.triton import tiles
+from lln.ops.common.kernels import tiles
+from lln.ops.linear.state import State
 from lln.protocols import HALF
 from tests.helpers import ADVERSARIAL, adversarial, run_with_grads
 from tests.ops.triton.compare import CASES, compare, inputs

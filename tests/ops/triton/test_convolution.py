@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lln.ops import triton as kernels
-from lln.ops.arguments import hide
-from lln.ops.convolution import convolve_by_blocks, convolve_tokens
+from lln.ops.common.arguments import hide
+from lln.ops.taps.convolution import convolve_by_blocks, convolve_tokens
 from tests.helpers import relative_error
 from tests.ops.test_convolution import depthwise
 

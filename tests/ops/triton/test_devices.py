@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lln.ops import triton as kernels
-from lln.ops.triton import tiles
+from lln.ops.common.kernels import tiles
 from lln.protocols import Call
 
 CPU = torch.device("cpu")

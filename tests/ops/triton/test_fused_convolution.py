@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lln.nn import LLNAttention
-from lln.ops import lln_diag as dispatch
 from lln.ops import triton as kernels
-from lln.ops.lln_diag import lln_diag
+from lln.ops.window import lln_diag as dispatch
+from lln.ops.window.lln_diag import lln_diag
 
 HALF = torch.float16
 # dtype, block, overlap, heads of keys, tokens, whether masked; in float32 no windows are fused

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lln.ops import reference
 from lln.ops import triton as kernels
-from lln.ops.triton.joint.launch import Window
+from lln.ops.window.kernels.joint.launch import Window
 from lln.protocols import Call
 from tests.helpers import ADVERSARIAL, adversarial, random_qkv, random_scales, run_with_grads
 from tests.ops.triton.compare import compare

@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 
-from lln.ops.triton import launching, tiles
-from lln.ops.triton.launching import Launch, layout, planned, rows_of
-from lln.ops.triton.library import empty_rows
+from lln.ops.common.kernels import launching, tiles
+from lln.ops.common.kernels.launching import Launch, layout, planned, rows_of
+from lln.ops.common.kernels.library import empty_rows
 from tests.waiting import HANGS
 
 
@@ -125,7 +125,7 @@ import json, os
 os.environ.pop("LLN_DIRECT_LAUNCH", None)
 import torch, lln
 from lln.ops import triton as kernels
-from lln.ops.triton import launching
+from lln.ops.common.kernels import launching
 from lln_study.bench.kernels.offline import _AbsentDevice, planned_for
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction

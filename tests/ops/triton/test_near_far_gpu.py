@@ -7,7 +7,7 @@ import torch
 
 import lln
 from lln.nn import LLNAttention
-from lln.ops.near_far import near_far
+from lln.ops.window.near_far import near_far
 from tests.helpers import relative_error, run_with_grads
 
 pytestmark = pytest.mark.gpu

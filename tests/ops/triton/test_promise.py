@@ -12,7 +12,7 @@ from lln import moments
 from lln.nn import LLNAttention
 from lln.ops import dispatch, eager, mixed, reference
 from lln.ops import triton as kernels
-from lln.ops.convolution import convolve_tokens
+from lln.ops.taps.convolution import convolve_tokens
 from lln.protocols import HALF
 
 OPS = ("bidirectional", "causal", "lln_diag", "block_diagonal", "summarize", "read", "varlen")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lln.ops import registration
 from lln.ops import triton as kernels
+from lln.ops.common import registration
 from lln.protocols import Call
 
 Q, K, ALPHA, BETA = (2, 2, 20, 16), (2, 1, 20, 16), (2, 2), (2, 1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lln.ops import triton as kernels
-from lln.ops.triton.library import alike
+from lln.ops.common.kernels.library import alike
 
 OPS = {
     "bidirectional": {},

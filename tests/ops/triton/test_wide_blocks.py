@@ -7,8 +7,8 @@ import torch
 
 from lln.ops import reference
 from lln.ops import triton as kernels
-from lln.ops.lln_diag import lln_diag
-from lln.ops.triton import tiles
+from lln.ops.common.kernels import tiles
+from lln.ops.window.lln_diag import lln_diag
 from tests.ops.triton.compare import compare, inputs
 
 HALF = torch.float16

@@ -1,0 +1,1 @@
+"""LLN attention in order: query i reads the keys up to its own."""

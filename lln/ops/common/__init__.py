@@ -1,0 +1,1 @@
+"""What the families share: checks, features, threads, registration, tiles, launching."""

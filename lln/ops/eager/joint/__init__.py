@@ -1,1 +1,0 @@
-"""Near keys exactly and far keys by LLN, under one normaliser."""

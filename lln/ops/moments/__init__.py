@@ -1,0 +1,1 @@
+"""Statistics of queries and keys, and the match of α and β, in two launches."""

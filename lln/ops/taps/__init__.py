@@ -1,0 +1,1 @@
+"""The convolution of values over neighbouring tokens."""

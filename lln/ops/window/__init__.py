@@ -1,0 +1,1 @@
+"""Softmax over near keys beside LLN: blocks, overlaps, sinks; two normalisers or one."""

@@ -1,0 +1,314 @@
+# type: ignore
+"""Gradients of LLN+Diag for blocks of more than a tile and for windows that overlap.
+
+With A, R and w of ``wide_kernels`` and ``read_kernels``, G_il = dO_i·M_l, P_ij = dO_i·v_j, and
+δ_i = Σ_l A_il G_il, the branch of near keys needs ε_i = Σ_j R_ij P_ij before it sees them all:
+
+    (1 − w) ε_i = dO_i·out_i − w δ_i.
+
+First the queries, which know their window, and what they give to the state:
+
+    dq_i = α w A_i (G_i − δ_i) + scale Σ_j (1 − w) R_ij (P_ij − ε_i) k_j,
+    dM_l = w Σ_i A_il dO_i,   g_l = −w Σ_i A_il δ_i.
+
+Then the keys, from the gradients of the state as in ``summarize_kernels``, and from the queries i
+whose windows hold key j:
+
+    dv_j += Σ_i (1 − w) R_ij dO_i,   dk_j += scale Σ_i (1 − w) R_ij (P_ij − ε_i) q_i.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from lln.ops.common.kernels.features import (
+    LOG2E,
+    as_float,
+    dot,
+    dot_add,
+    dot_scores,
+    identity,
+    jit,
+    load_tile,
+    store_tile,
+)
+from lln.ops.linear.kernels.read_kernels import load_log_mass, load_mean, minus_lse
+from lln.ops.window.kernels.blocks.forward_kernels import load_scales
+from lln.ops.window.kernels.blocks.wide_kernels import kept
+from lln.ops.window.kernels.joint.near_kernels import window_of
+
+
+@jit
+def pull_queries(
+    q, dout, K, V, MASK, k_row, v_row, col, last, lse, delta, slope, local, dq, epsilon, cols,
+    features, values,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, FULL: tl.constexpr,
+    HAS_MASK: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """Add the keys col … of a window to dq and, with SUM, to ε; ``delta`` is (1 − w) ε · scale."""
+    k = load_tile(K, k_row, col, last, cols, features, D, BD, FULL)
+    v = load_tile(V, v_row, col, last, cols, values, E, BE, FULL)
+    if HAS_MASK or not FULL:
+        keep = kept(MASK, col, last, cols, HAS_MASK)
+        if HAS_MASK:
+            k = tl.where(keep[:, None], k, 0.0)
+    r = tl.exp2(dot_scores(q, tl.trans(k)) * slope - lse[:, None])
+    if HAS_MASK or not FULL:
+        r = tl.where(keep[None, :], r, 0.0)
+    dr = dot(dout, tl.trans(v))
+    if HAS_MASK:
+        dr = tl.where(keep[None, :], dr, 0.0)
+    if SUM:
+        epsilon += tl.sum(r * dr, axis=1)
+    ds = r * (dr * local - delta[:, None])
+    return dot_add(ds.to(k.dtype), k, dq), epsilon
+
+
+@jit
+def in_two(x, dtype: tl.constexpr):
+    """x [rows] as a matrix [rows, 16] for a dot: rounded to ``dtype``, the rest, and zeros."""
+    column = tl.arange(0, 16)[None, :]
+    rounded = x.to(dtype)
+    rest = (x - rounded.to(tl.float32)).to(dtype)
+    return tl.where(column == 0, rounded[:, None], tl.where(column == 1, rest[:, None], 0.0))
+
+
+@jit
+def wide_dq_kernel(
+    Q, K, V, OUT, DOUT, LSE, MASK, ALPHA, MIX, LOG_MASS, MEAN, DQ, DELTA, PARTS, DALPHA, DMIX,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head,
+    out_row, dout_batch, dout_head, dout_row, dq_batch, dq_head, dq_row, mask_batch, alpha_batch,
+    alpha_head, heads, group, tokens, block, overlap, per_block, tiles, span, scale,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, UNROLL: tl.constexpr, FULL: tl.constexpr, HAS_MASK: tl.constexpr,
+    ALIKE: tl.constexpr, THROUGH: tl.constexpr,
+):  # fmt: skip
+    """DQ and DELTA = ε of ``span`` tiles of queries of one head, and their part of (dM, g).
+
+    Without PARTS the state is left to :func:`read_backward_kernel`. DALPHA[head, part] and
+    DMIX[head, part] are stored if asked for.
+    """
+    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
+        k_row = q_row
+        v_row = q_row
+        out_row = q_row
+        dout_row = q_row
+        dq_row = q_row
+    part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h = head // heads, head % heads
+    index = head * tl.num_programs(0) + part
+    Q += b * q_batch + h * q_head
+    K += b * k_batch + h // group * k_head
+    V += b * v_batch + h // group * v_head
+    OUT += b * out_batch + h * out_head
+    DOUT += b * dout_batch + h * dout_head
+    DQ += b * dq_batch + h * dq_head
+    LSE += head * tokens * 2
+    DELTA += head * tokens
+    if HAS_MASK:
+        MASK += b * mask_batch
+    rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
+    features, values = tl.arange(0, BD), tl.arange(0, BE)
+    dtype: tl.constexpr = Q.dtype.element_ty
+    alpha, share = load_scales(ALPHA, MIX, b, h, alpha_batch, alpha_head, True)
+    local = 1.0 - share
+    back = tl.where(local == 0.0, 0.0, 1.0 / tl.where(local == 0.0, 1.0, local))
+    mean = load_mean(MEAN, head // group, features, values, D, E).to(dtype)
+    eye = identity(BD, dtype, THROUGH)
+    slope = scale * LOG2E
+
+    dmean = tl.zeros([BD, BE], tl.float32)
+    weighted = tl.zeros([BD, 16], tl.float32)
+    slope_alpha = tl.zeros([ROWS], tl.float32)
+    slope_mix = tl.zeros([ROWS], tl.float32)
+    for here in range(part * span, tl.minimum((part + 1) * span, tiles)):
+        start, stop, first, last = window_of(here, block, overlap, per_block, tokens, ROWS, False)
+        q = load_tile(Q, q_row, start, stop, rows, features, D, BD, FULL)
+        dout = load_tile(DOUT, dout_row, start, stop, rows, values, E, BE, FULL)
+        out = load_tile(OUT, out_row, start, stop, rows, values, E, BE, FULL)
+        both = tl.sum(dout.to(tl.float32) * out.to(tl.float32), axis=1)
+        # in every step anew: a number per feature held through the loop takes 16 registers
+        log_mass = load_log_mass(LOG_MASS, head // group, features, D, False)
+        x = as_float(q, eye) * (alpha * LOG2E) + log_mass[None, :]
+        p = tl.exp2(minus_lse(x, LSE, tokens, start, stop, rows, 0.0, False))
+        g = dot(dout, tl.trans(mean))
+        delta = tl.sum(p * g, axis=1)
+        if PARTS is not None:
+            dmean = dot_add(tl.trans(p.to(dtype)), dout, dmean)
+            weighted = dot_add(tl.trans(p.to(dtype)), in_two(delta, dtype), weighted)
+        dq = p * (g - delta[:, None])
+        if DALPHA is not None:
+            slope_alpha += tl.sum(dq * as_float(q, eye), axis=1)
+        dq *= alpha * share
+        inside = rows < stop - start
+        rest = both - share * delta
+        tl.store(DELTA + start + rows, rest * back, mask=inside)
+        lse = tl.load(LSE + tokens + start + rows, mask=inside, other=float("inf"))
+        epsilon = tl.zeros([ROWS], tl.float32)
+        if UNROLL > 0:
+            for step in tl.static_range(UNROLL):
+                dq, epsilon = pull_queries(
+                    q, dout, K, V, MASK, k_row, v_row, first + step * COLS, last, lse,
+                    rest * scale, slope, local * scale, dq, epsilon, cols, features, values,
+                    D, E, BD, BE, FULL, HAS_MASK, DMIX is not None,
+                )  # fmt: skip
+        else:
+            for col in range(first, last, COLS):
+                dq, epsilon = pull_queries(
+                    q, dout, K, V, MASK, k_row, v_row, col, last, lse,
+                    rest * scale, slope, local * scale, dq, epsilon, cols, features, values,
+                    D, E, BD, BE, FULL, HAS_MASK, DMIX is not None,
+                )  # fmt: skip
+        if DMIX is not None:
+            slope_mix += delta - epsilon
+        store_tile(DQ, dq_row, start, stop, dq, rows, features, D, BD, FULL)
+
+    if PARTS is not None:
+        PARTS += index * (D * E + D)
+        seen = features < D
+        pointers = PARTS + features[:, None] * E + values[None, :]
+        tl.store(pointers, dmean * share, mask=seen[:, None] & (values < E)[None, :])
+        tl.store(PARTS + D * E + features, -share * tl.sum(weighted, axis=1), mask=seen)
+    if DALPHA is not None:
+        tl.store(DALPHA + index, tl.sum(slope_alpha) * share)
+    if DMIX is not None:
+        tl.store(DMIX + index, tl.sum(slope_mix))
+
+
+@jit
+def pull_keys(
+    k, v, Q, DOUT, LSE, DELTA, q_row, dout_row, start, end, j, keep, block, overlap, scale, shift,
+    dk, dv, rows, features, values,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, FULL: tl.constexpr,
+    WHOLE: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """Add the queries start … < end to dk and dv; ``shift`` is log2(1 − w).
+
+    WHOLE: they are of one block.
+    """
+    q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
+    dout = load_tile(DOUT, dout_row, start, end, rows, values, E, BE, FULL)
+    i = start + rows
+    if FULL:
+        lse, delta = tl.load(LSE + i), tl.load(DELTA + i) * scale
+    else:
+        lse = tl.load(LSE + i, mask=i < end, other=float("inf"))
+        delta = tl.load(DELTA + i, mask=i < end, other=0.0) * scale
+    r = tl.exp2(dot_scores(k, tl.trans(q)) * (scale * LOG2E) - (lse - shift)[None, :])
+    if WHOLE and not FULL:
+        edge = start // block * block
+        keep = keep & (j >= edge - overlap) & (j < edge + block + overlap)
+    if HAS_MASK or not FULL:
+        r = tl.where(keep[:, None], r, 0.0)
+    if not WHOLE:
+        edge = i // block * block
+        seen = j[:, None] >= (edge - overlap)[None, :]
+        r = tl.where(seen & (j[:, None] < (edge + block + overlap)[None, :]), r, 0.0)
+    dv = dot_add(r.to(dout.dtype), dout, dv)
+    ds = r * (dot(v, tl.trans(dout)) * scale - delta[None, :])
+    if HAS_MASK:
+        ds = tl.where(keep[:, None], ds, 0.0)
+    return dot_add(ds.to(q.dtype), q, dk), dv
+
+
+@jit
+def inverse(MASS, features, D: tl.constexpr):
+    """1 / mass of the features, 0 where there is none."""
+    mass = tl.load(MASS + features, mask=features < D, other=0.0)
+    return tl.where(mass == 0.0, 0.0, 1.0 / tl.where(mass == 0.0, 1.0, mass))
+
+
+@jit
+def wide_dkdv_kernel(
+    Q, K, V, DOUT, LSE, DELTA, MASK, BETA, MIX, NORM, GRADIENT, DK, DV, DBETA, q_batch, q_head,
+    q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, dout_batch, dout_head, dout_row,
+    dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, mask_batch, beta_batch, beta_head,
+    kv_heads, tokens, block, overlap, tiles, span, scale,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, GROUP: tl.constexpr, UNROLL: tl.constexpr, FULL: tl.constexpr,
+    WHOLE: tl.constexpr, HAS_MASK: tl.constexpr, ALIKE: tl.constexpr, THROUGH: tl.constexpr,
+):  # fmt: skip
+    """DK and DV of ``span`` tiles of keys of one head, from the GROUP query heads that share it.
+
+    GRADIENT is that of the state, (dM, g), weighted. DBETA[key head, part] is stored if asked for.
+    UNROLL: every key is seen by this many tiles of queries, 0 if not all are, or by many.
+    """
+    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
+        k_row = q_row
+        v_row = q_row
+        dout_row = q_row
+        dk_row = q_row
+        dv_row = q_row
+    part, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, g = kv_head // kv_heads, kv_head % kv_heads
+    Q += b * q_batch + g * GROUP * q_head
+    DOUT += b * dout_batch + g * GROUP * dout_head
+    K += b * k_batch + g * k_head
+    V += b * v_batch + g * v_head
+    DK += b * dk_batch + g * dk_head
+    DV += b * dv_batch + g * dv_head
+    LSE += kv_head * GROUP * tokens * 2 + tokens
+    DELTA += kv_head * GROUP * tokens
+    if HAS_MASK:
+        MASK += b * mask_batch
+    rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
+    features, values = tl.arange(0, BD), tl.arange(0, BE)
+    dtype: tl.constexpr = K.dtype.element_ty
+    inside = features < D
+    beta = tl.load(BETA + b * beta_batch + g * beta_head).to(tl.float32)
+    eye = identity(BD, dtype, THROUGH)
+    NORM += kv_head * 2 * D
+    GRADIENT += kv_head * (D * E + D)
+    pull = load_mean(GRADIENT, 0, features, values, D, E)
+    pull = (pull * inverse(NORM + D, features, D)[:, None]).to(dtype)
+
+    slopes = tl.zeros([COLS], tl.float32)
+    for tile in range(part * span, tl.minimum((part + 1) * span, tiles)):
+        col = tile * COLS
+        k = load_tile(K, k_row, col, tokens, cols, features, D, BD, FULL)
+        v = load_tile(V, v_row, col, tokens, cols, values, E, BE, FULL)
+        # keys that are masked may be anything: what follows from them is left out row by row, since
+        # tiles that are changed would be held in registers
+        keep = kept(MASK, col, tokens, cols, HAS_MASK)
+        x = as_float(k, eye) * (beta * LOG2E)
+        # in every step anew: a number per feature held through the loop takes 16 registers
+        peak = tl.load(NORM + features, mask=inside, other=0.0)
+        p = tl.exp2(x - peak[None, :])
+        if HAS_MASK or not FULL:
+            p = tl.where(keep[:, None], p, 0.0)
+        level = tl.load(GRADIENT + D * E + features, mask=inside, other=0.0)
+        level *= inverse(NORM + D, features, D)
+        dk = p * (dot(v, tl.trans(pull)) + level[None, :])
+        if HAS_MASK:
+            dk = tl.where(keep[:, None], dk, 0.0)
+        if DBETA is not None:
+            slopes += tl.where(keep, tl.sum(dk * as_float(k, eye), axis=1), 0.0)
+        dk *= beta
+        dv = dot(p.to(dtype), pull)
+        begin = tl.maximum(col - overlap, 0) // block * block
+        final = tl.minimum(col + COLS, tokens) - 1
+        end = tl.minimum(((final + overlap) // block + 1) * block, tokens)
+        for member in tl.static_range(GROUP):
+            shift = -1.0
+            if MIX is not None:
+                shift = tl.log2(1.0 - tl.load(MIX + g * GROUP + member).to(tl.float32))
+            if UNROLL > 0:
+                for step in tl.static_range(UNROLL):
+                    dk, dv = pull_keys(
+                        k, v, Q + member * q_head, DOUT + member * dout_head,
+                        LSE + member * tokens * 2, DELTA + member * tokens, q_row, dout_row,
+                        begin + step * ROWS, end, col + cols, keep, block, overlap, scale, shift,
+                        dk, dv, rows, features, values, D, E, BD, BE, FULL, WHOLE, HAS_MASK,
+                    )  # fmt: skip
+            else:
+                for start in range(begin, end, ROWS):
+                    dk, dv = pull_keys(
+                        k, v, Q + member * q_head, DOUT + member * dout_head,
+                        LSE + member * tokens * 2, DELTA + member * tokens, q_row, dout_row,
+                        start, end, col + cols, keep, block, overlap, scale, shift,
+                        dk, dv, rows, features, values, D, E, BD, BE, FULL, WHOLE, HAS_MASK,
+                    )  # fmt: skip
+        store_tile(DV, dv_row, col, tokens, dv, cols, values, E, BE, FULL)
+        store_tile(DK, dk_row, col, tokens, dk, cols, features, D, BD, FULL)
+    if DBETA is not None:
+        tl.store(DBETA + kv_head * tl.num_programs(0) + part, tl.sum(slopes))

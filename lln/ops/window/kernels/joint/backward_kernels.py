@@ -1,0 +1,480 @@
+# type: ignore
+"""Gradients of windows, sinks and far keys; see ``near_kernels``.
+
+With δ_i = dO_i·out_i − dn_i, p_ij = exp(s_ij − n_i), p_il = exp(x_il − n_i):
+
+    ds_ij = p_ij (dO_i·v_j − δ_i),     dq_i = scale Σ_j ds_ij k_j,
+    ds_il = p_il (dO_i·M_bl − δ_i),    dq_il = α ds_il,
+    dM_bl = Σ_i p_il dO_i,             g_bl = dL_bl − dM_bl·M_bl = −Σ_i p_il δ_i
+
+and dα = Σ_il (ds_il − e_i p_il) q_il, dγ = Σ_il (ds_il − e_i p_il). The sum of a row,
+e_i = Σ_j ds_ij + Σ_l ds_il, would be 0 if δ_i did not know out_i as it was rounded.
+
+The state that block b gives to its far keys is (−L_b, dM_b, g_b). A key gets, over the queries i
+whose windows hold it and the blocks b that see its segment from afar,
+
+    dv_j = Σ_i p_ij dO_i + Σ_bl w_jlb dM_bl,        dk_j = scale Σ_i ds_ij q_i,
+    d(β k_jl) = Σ_b w_jlb (v_j·dM_bl + g_bl),       w_jlb = exp(β k_jl − L_bl) ≤ 1
+
+where the sums over b are one state of the segment (L, M, X): w_jl = exp(β k_jl + L_l), M_l and X_l.
+Sinks are seen by all rows: each tile of queries writes its part of their gradients, and the sums of
+these are added by the program whose keys they are.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from lln.ops.common.kernels.features import (
+    LOG2E,
+    as_float,
+    dot,
+    dot_add,
+    dot_scores,
+    identity,
+    jit,
+    load_tile,
+    store_tile,
+)
+from lln.ops.window.kernels.joint.near_kernels import (
+    load_sinks,
+    score_gradients,
+    visible,
+    window_of,
+)
+from lln.ops.window.kernels.joint.state_kernels import edges, load_pair, store_state
+
+
+@jit
+def joint_dq_kernel(
+    Q,
+    K,
+    V,
+    Q_FAR,
+    MASK,
+    SINK,
+    LOGS,
+    MEANS,
+    ALPHA,
+    GAMMA,
+    OUT,
+    LSE,
+    DOUT,
+    DLSE,
+    DQ,
+    DQ_FAR,
+    DELTA,
+    DSINK_K,
+    DSINK_V,
+    LOG,
+    DMEAN,
+    LEVEL,
+    DALPHA,
+    DGAMMA,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    far_batch,
+    far_head,
+    far_row,
+    out_batch,
+    out_head,
+    out_row,
+    dout_batch,
+    dout_head,
+    dout_row,
+    dq_batch,
+    dq_head,
+    dq_row,
+    dfar_batch,
+    dfar_head,
+    dfar_row,
+    mask_batch,
+    alpha_batch,
+    alpha_head,
+    gamma_batch,
+    gamma_head,
+    heads,
+    group,
+    tokens,
+    block,
+    overlap,
+    rows_per_block,
+    scale,
+    step,
+    origin,
+    count,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    S: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    BS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    SINKS: tl.constexpr,
+    BSINKS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    NEAR: tl.constexpr,
+    FAR: tl.constexpr,
+    FULL: tl.constexpr,
+    ALIKE: tl.constexpr,
+    THROUGH: tl.constexpr,
+):
+    """DQ, DELTA and the parts of the sinks of ROWS queries.
+
+    With far keys a program has a block of queries of all heads that share a key head, and writes
+    the state that they give to these keys: LOG, DMEAN and LEVEL.
+    """
+    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
+        k_row = q_row
+        v_row = q_row
+        far_row = q_row
+        out_row = q_row
+        dout_row = q_row
+        dq_row = q_row
+        dfar_row = q_row
+    number = tl.program_id(0)
+    members, tiles = 1, 1
+    if FAR:
+        members, tiles = group, rows_per_block
+    all_tiles = tl.num_programs(0) * tiles
+    first_head = tl.program_id(1).to(tl.int64) * members
+    kv_head, kv_heads = first_head // group, heads // group
+    b = kv_head // kv_heads
+    K += b * k_batch + kv_head % kv_heads * k_head
+    V += b * v_batch + kv_head % kv_heads * v_head
+    if HAS_MASK:
+        MASK += b * mask_batch
+    if SINKS > 0:
+        SINK += b * SINKS
+    rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
+    features, values, slots = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BS)
+    slope = scale * LOG2E
+    if FAR:
+        before, after = edges(number, block, overlap, step, origin)
+        eye = identity(BS, MEANS.dtype.element_ty, THROUGH)
+        dmean = tl.zeros([BS, BE], tl.float32)
+        level = tl.zeros([BS], tl.float32)
+    for turn in range(members * tiles):
+        tile = number * tiles + turn % tiles
+        head = first_head + turn // tiles
+        h = head % heads
+        start, stop, first, last = window_of(
+            tile, block, overlap, rows_per_block, tokens, ROWS, CAUSAL
+        )
+        q = load_tile(Q + b * q_batch + h * q_head, q_row, start, stop, rows, features, D, BD, FULL)
+        dout = load_tile(
+            DOUT + b * dout_batch + h * dout_head,
+            dout_row, start, stop, rows, values, E, BE, FULL,
+        )  # fmt: skip
+        out = load_tile(
+            OUT + b * out_batch + h * out_head, out_row, start, stop, rows, values, E, BE, FULL
+        )
+        inside = rows < stop - start
+        at = head * tokens + start + rows
+        if FAR:
+            lse = tl.load(LSE + at, mask=inside, other=float("inf"))
+        else:
+            lse = tl.load(LSE + at, mask=inside, other=float("-inf"))
+            lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+        delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), axis=1)
+        if DLSE is not None:
+            delta -= tl.load(DLSE + at, mask=inside, other=0.0)
+        tl.store(DELTA + at, delta, mask=inside)
+        dq = tl.zeros([ROWS, BD], tl.float32)
+        wrong = tl.zeros([ROWS], tl.float32)
+        if FAR:
+            alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32)
+            gamma = tl.load(GAMMA + b * gamma_batch + h * gamma_head).to(tl.float32)
+            log_mass, mean, _ = load_pair(
+                LOGS, MEANS, None, kv_head, tl.num_programs(1), count, before - 1, after, slots,
+                values, S, E, not CAUSAL,
+            )  # fmt: skip
+            q_far = q
+            if Q_FAR is not None:
+                q_far = load_tile(
+                    Q_FAR + b * far_batch + h * far_head,
+                    far_row, start, stop, rows, slots, S, BS, FULL,
+                )  # fmt: skip
+            wide = as_float(q_far, eye)
+            x = wide * (alpha * LOG2E) + (log_mass + gamma * LOG2E)[None, :]
+            far = tl.exp2(x - lse[:, None])
+            dmean = dot_add(tl.trans(far.to(dout.dtype)), dout, dmean)
+            level -= tl.sum(far * delta[:, None], axis=0)
+            dfar = far * (dot(dout, tl.trans(mean)) - delta[:, None])
+            if DALPHA is not None:
+                share, tilt = tl.sum(far, axis=1), tl.sum(far * wide, axis=1)
+                shift, slope_far = tl.sum(dfar, axis=1), tl.sum(dfar * wide, axis=1)
+            if Q_FAR is None:
+                dq = dfar * (alpha / scale)
+            else:
+                store_tile(
+                    DQ_FAR + b * dfar_batch + h * dfar_head,
+                    dfar_row, start, stop, dfar * alpha, rows, slots, S, BS, FULL,
+                )  # fmt: skip
+        if NEAR:
+            for col in range(first, last, COLS):
+                k = load_tile(K, k_row, col, last, cols, features, D, BD, FULL)
+                v = load_tile(V, v_row, col, last, cols, values, E, BE, FULL)
+                if FULL and not CAUSAL:
+                    p = tl.exp2(dot_scores(q, tl.trans(k)) * slope - lse[:, None])
+                    ds = p * (dot(dout, tl.trans(v)) - delta[:, None])
+                else:
+                    seen, keep = visible(
+                        start, first, last, col, rows, cols, MASK, HAS_MASK, CAUSAL
+                    )
+                    if HAS_MASK:
+                        k = tl.where(keep[:, None], k, 0.0)
+                        v = tl.where(keep[:, None], v, 0.0)
+                    p, ds = score_gradients(q, k, v, dout, lse, delta, seen, slope)
+                dq = dot_add(ds.to(k.dtype), k, dq)
+                if DALPHA is not None:
+                    wrong += tl.sum(ds, axis=1)
+        if SINKS > 0:
+            k, outside = load_sinks(
+                SINK, K, k_row, first, last, tokens, features, SINKS, BSINKS, D, CAUSAL
+            )
+            v, outside = load_sinks(
+                SINK, V, v_row, first, last, tokens, values, SINKS, BSINKS, E, CAUSAL
+            )
+            seen = tl.broadcast_to(outside[None, :], [ROWS, BSINKS]) & inside[:, None]
+            p, ds = score_gradients(q, k, v, dout, lse, delta, seen, slope)
+            dq = dot_add(ds.to(k.dtype), k, dq)
+            if DALPHA is not None:
+                wrong += tl.sum(ds, axis=1)
+            slot = tl.arange(0, BSINKS)
+            base = (head * all_tiles + tile) * SINKS + slot
+            some = (slot < SINKS)[:, None]
+            dk = dot(tl.trans(ds.to(q.dtype)), q) * scale
+            dv = dot(tl.trans(p.to(dout.dtype)), dout)
+            pointers = DSINK_K + base[:, None] * D + features[None, :]
+            tl.store(pointers, dk, mask=some & (features < D)[None, :])
+            pointers = DSINK_V + base[:, None] * E + values[None, :]
+            tl.store(pointers, dv, mask=some & (values < E)[None, :])
+        if DALPHA is not None:
+            wrong += shift
+            tl.store(DALPHA + head * all_tiles + tile, tl.sum(slope_far - wrong * tilt))
+            tl.store(DGAMMA + head * all_tiles + tile, tl.sum(shift - wrong * share))
+        store_tile(
+            DQ + b * dq_batch + h * dq_head,
+            dq_row,
+            start,
+            stop,
+            dq * scale,
+            rows,
+            features,
+            D,
+            BD,
+            FULL,
+        )
+    if FAR:
+        log_mass, _, _ = load_pair(
+            LOGS, MEANS, None, kv_head, tl.num_programs(1), count, before - 1, after, slots, values,
+            S, E, not CAUSAL,
+        )  # fmt: skip
+        log = tl.where(log_mass == float("-inf"), float("-inf"), -log_mass)
+        state = kv_head * tl.num_programs(0) + number
+        store_state(LOG, DMEAN, LEVEL, state, log, dmean, level, slots, values, S, E)
+
+
+@jit
+def joint_dkdv_kernel(
+    Q,
+    K,
+    V,
+    K_FAR,
+    MASK,
+    FAR_MASK,
+    SINK,
+    LOGS,
+    MEANS,
+    LEVELS,
+    BETA,
+    LSE,
+    DELTA,
+    DOUT,
+    DSINK_K,
+    DSINK_V,
+    DK,
+    DK_FAR,
+    DV,
+    DBETA,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    far_batch,
+    far_head,
+    far_row,
+    dout_batch,
+    dout_head,
+    dout_row,
+    dk_batch,
+    dk_head,
+    dk_row,
+    dfar_batch,
+    dfar_head,
+    dfar_row,
+    dv_batch,
+    dv_head,
+    dv_row,
+    mask_batch,
+    far_mask_batch,
+    beta_batch,
+    beta_head,
+    kv_heads,
+    group,
+    tokens,
+    block,
+    overlap,
+    scale,
+    step,
+    origin,
+    tiles,
+    blocks,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    S: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    BS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    SINKS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    NEAR: tl.constexpr,
+    FAR: tl.constexpr,
+    FULL: tl.constexpr,
+    ALIKE: tl.constexpr,
+    THROUGH: tl.constexpr,
+):
+    """DK and DV of COLS keys of a segment, one of its ``tiles``; DBETA[head, tile] if asked for."""
+    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
+        k_row = q_row
+        v_row = q_row
+        far_row = q_row
+        dout_row = q_row
+        dk_row = q_row
+        dfar_row = q_row
+        dv_row = q_row
+    kv_head = tl.program_id(1).to(tl.int64)
+    b, g = kv_head // kv_heads, kv_head % kv_heads
+    rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
+    features, values, slots = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BS)
+    segment = tl.program_id(0) // tiles
+    edge = origin + segment * step
+    col = tl.maximum(edge, 0) + tl.program_id(0) % tiles * COLS
+    stop = tl.minimum(edge + step, tokens)
+    if col >= stop:  # the first and the last segment may be shorter
+        if DBETA is not None:
+            tl.store(DBETA + kv_head * tl.num_programs(0) + tl.program_id(0), 0.0)
+        return
+    j = col + cols
+    keep = j < stop
+    k = load_tile(K + b * k_batch + g * k_head, k_row, col, stop, cols, features, D, BD, FULL)
+    v = load_tile(V + b * v_batch + g * v_head, v_row, col, stop, cols, values, E, BE, FULL)
+    if HAS_MASK:
+        keep = tl.load(MASK + b * mask_batch + j, mask=keep, other=0) != 0
+        k = tl.where(keep[:, None], k, 0.0)
+        v = tl.where(keep[:, None], v, 0.0)
+    dk = tl.zeros([COLS, BD], tl.float32)
+    dv = tl.zeros([COLS, BE], tl.float32)
+    if FAR:
+        beta = tl.load(BETA + b * beta_batch + g * beta_head).to(tl.float32)
+        later = (edge + step + overlap + block - 1) // block
+        earlier = tl.where(edge >= overlap + block, (edge - overlap) // block - 1, -1)
+        log, mean, level = load_pair(
+            LOGS, MEANS, LEVELS, kv_head, tl.num_programs(1), blocks, later, earlier, slots, values,
+            S, E, not CAUSAL,
+        )  # fmt: skip
+        k_far = k
+        if K_FAR is not None:
+            k_far = load_tile(
+                K_FAR + b * far_batch + g * far_head, far_row, col, stop, cols, slots, S, BS, FULL
+            )
+        kept = keep
+        wide = as_float(k_far, identity(BS, k_far.dtype, THROUGH))
+        if FAR_MASK is not None:
+            kept = tl.load(FAR_MASK + b * far_mask_batch + j, mask=j < stop, other=0) != 0
+            wide = tl.where(kept[:, None], wide, 0.0)
+        x = wide * (beta * LOG2E)
+        w = x + log[None, :]
+        if FAR_MASK is not None or not FULL:
+            w = tl.where(kept[:, None], w, float("-inf"))
+        w = tl.exp2(w)
+        gradient = w * (dot(v, tl.trans(mean)) + level[None, :])
+        dv = dot_add(w.to(mean.dtype), mean, dv)
+        if DBETA is not None:
+            at = kv_head * tl.num_programs(0) + tl.program_id(0)
+            tl.store(DBETA + at, tl.sum(gradient * wide))
+        if K_FAR is None:
+            dk = gradient * (beta / scale)
+        else:
+            store_tile(
+                DK_FAR + b * dfar_batch + g * dfar_head,
+                dfar_row, col, stop, gradient * beta, cols, slots, S, BS, FULL,
+            )  # fmt: skip
+    if NEAR:
+        last = tl.minimum(col + COLS, stop) - 1
+        end = tl.minimum(((last + overlap) // block + 1) * block, tokens)
+        begin = col
+        if not CAUSAL:
+            begin = tl.maximum(col - overlap, 0) // block * block
+        slope = scale * LOG2E
+        for member in range(group):
+            h = g * group + member
+            head = kv_head * group + member
+            for start in range(begin, end, ROWS):
+                q = load_tile(
+                    Q + b * q_batch + h * q_head, q_row, start, end, rows, features, D, BD, FULL
+                )
+                dout = load_tile(
+                    DOUT + b * dout_batch + h * dout_head,
+                    dout_row, start, end, rows, values, E, BE, FULL,
+                )  # fmt: skip
+                i = start + rows
+                inside = i < end
+                if FAR:
+                    lse = tl.load(LSE + head * tokens + i, mask=inside, other=float("inf"))
+                else:
+                    lse = tl.load(LSE + head * tokens + i, mask=inside, other=float("-inf"))
+                    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+                delta = tl.load(DELTA + head * tokens + i, mask=inside, other=0.0)
+                s = dot_scores(k, tl.trans(q)) * slope - lse[None, :]
+                if not FULL:
+                    first = i // block * block
+                    seen = keep[:, None] & inside[None, :]
+                    seen = seen & (j[:, None] >= (first - overlap)[None, :])
+                    if not CAUSAL:
+                        seen = seen & (j[:, None] < (first + block + overlap)[None, :])
+                    s = tl.where(seen, s, float("-inf"))
+                if CAUSAL:
+                    s = tl.where(j[:, None] <= i[None, :], s, float("-inf"))
+                p = tl.exp2(s)
+                ds = p * (dot(v, tl.trans(dout)) - delta[None, :])
+                dv = dot_add(p.to(dout.dtype), dout, dv)
+                dk = dot_add(ds.to(q.dtype), q, dk)
+    dk *= scale
+    for sink in tl.static_range(SINKS):
+        mine = (j == tl.load(SINK + b * SINKS + sink))[:, None]
+        base = kv_head * SINKS + sink
+        more = tl.load(DSINK_K + base * D + features, mask=features < D, other=0.0)
+        dk += tl.where(mine, more[None, :], 0.0)
+        more = tl.load(DSINK_V + base * E + values, mask=values < E, other=0.0)
+        dv += tl.where(mine, more[None, :], 0.0)
+    store_tile(DK + b * dk_batch + g * dk_head, dk_row, col, stop, dk, cols, features, D, BD, FULL)
+    store_tile(DV + b * dv_batch + g * dv_head, dv_row, col, stop, dv, cols, values, E, BE, FULL)

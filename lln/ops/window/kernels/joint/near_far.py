@@ -1,0 +1,218 @@
+"""Near keys exactly and far keys by LLN, under one normaliser: one operator, in three launches.
+
+The state of a block's far keys is one more tile of its softmax, whose columns are the slots; see
+:mod:`lln.ops.window.kernels.joint.near_kernels`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lln.ops.common.kernels.library import empty_rows, floats
+from lln.ops.common.registration import register
+from lln.ops.window.eager_near_far import far_mask, sink_positions
+from lln.ops.window.kernels.joint.launch import Far, Near, States, Window, empty_states, forward
+from lln.ops.window.kernels.joint.launch_backward import backward
+
+
+def near(
+    q, k, v, *, block, scale, overlap=0, sinks=0, key_mask=None, is_causal=False
+) -> Tensor:  # fmt: skip
+    """Softmax attention over windows of blocks and sinks."""
+    return near_and_log(
+        q, k, v, block=block, scale=scale, overlap=overlap, sinks=sinks, key_mask=key_mask,
+        is_causal=is_causal,
+    )[0]  # fmt: skip
+
+
+def near_and_log(
+    q, k, v, *, block, scale, overlap, sinks, key_mask, is_causal
+) -> tuple[Tensor, Tensor]:
+    """Output and logarithm of the sum of near keys."""
+    always = sink_positions(k, sinks, key_mask) if sinks else None
+    window = {"block": block, "overlap": overlap, "scale": scale, "is_causal": is_causal}
+    return near_with_log(q, k, v, sinks=always, key_mask=key_mask, **window)
+
+
+def near_with_log(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B Hkv N D"],
+    v: Float[Tensor, "B Hkv N E"],
+    *,
+    sinks: Int[Tensor, "B n"] | None = None,
+    key_mask: Bool[Tensor, "B N"] | None = None,
+    block: int,
+    overlap: int,
+    scale: float,
+    is_causal: bool,
+) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
+    """Output and natural logarithm of the sum of near keys; −inf and 0 where there is none.
+
+    ``sinks`` are positions of keys that every query sees; N or more where there is none.
+    """
+    return _near(q, k, v, sinks, key_mask, block, overlap, scale, is_causal)
+
+
+def near_far(
+    q, k, v, *, q_far, k_far, alpha, beta, gamma, block, scale, overlap=0, sinks=0,
+    key_mask=None, is_causal=False,
+) -> Tensor:  # fmt: skip
+    """u · near + (1 − u) · far, u = sigmoid(ℓ_near − γ − ℓ_far).
+
+    Features that are ``q`` and ``k`` themselves are read once, and have one gradient.
+    """
+    always = sink_positions(k, sinks, key_mask) if sinks else None
+    features = None if q_far is q else q_far, None if k_far is k else k_far
+    masks = always, key_mask, far_mask(k, always, key_mask)
+    window = block, overlap, scale, is_causal
+    return _near_far(q, k, v, *features, alpha, beta, gamma, *masks, *window)[0]
+
+
+def block_causal(
+    q: Float[Tensor, "B H N S"],
+    k: Float[Tensor, "B Hkv N S"],
+    v: Float[Tensor, "B Hkv N E"],
+    *,
+    alpha: Float[Tensor, "B H"],
+    beta: Float[Tensor, "B Hkv"],
+    causal_block: int,
+    key_mask: Bool[Tensor, "B N"] | None = None,
+) -> Float[Tensor, "B H N E"]:
+    """Causal LLN attention whose queries see all of their block: far keys that end after it."""
+    level = torch.zeros_like(alpha)
+    masks = None, key_mask, key_mask
+    window = causal_block, -causal_block, 1.0, True
+    return _near_far(q, k, v, None, None, alpha, beta, level, *masks, *window)[0]
+
+
+def _parsed(
+    q, k, v, q_far, k_far, alpha, beta, gamma, sinks, key_mask, far_mask, block, overlap, scale,
+    causal,
+) -> tuple[Near, Far, Window]:  # fmt: skip
+    far = Far.prepared(q_far, k_far, alpha, beta, gamma, far_mask)
+    window = Window(block, overlap, scale, causal, q.shape[2])
+    return Near.prepared(q, k, v, sinks, key_mask), far, window
+
+
+def _impl(q, k, v, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if q.numel() == 0 or v.numel() == 0:
+        return tuple(x.zero_() for x in _fake(q, k, v, *given))  # pyright: ignore
+    out, lse, states = forward(*_parsed(q, k, v, *given))
+    assert states is not None
+    return out, lse, states.logs, states.means
+
+
+def _fake(q, k, v, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, far, window = _parsed(q, k, v, *given)
+    slots = (q if far.q is None else far.q).shape[-1]
+    states = empty_states(v, window.states, slots, window.directions)
+    return empty_rows(q, v.shape[-1]), floats(q, *q.shape[:3]), states.logs, states.means
+
+
+def _backward_impl(dout, q, k, v, *given: Any) -> tuple[Tensor | None, ...]:
+    if q.numel() == 0 or v.numel() == 0:
+        return tuple(x.zero_() for x in _backward_fake(dout, q, k, v, *given))
+    inputs, (out, lse, logs, means), options = given[:8], given[8:12], given[12:-3]
+    near, far, window = _parsed(q, k, v, *inputs, *options)
+    return backward(dout, None, near, far, out, lse, States(logs, means), window, given[-3:])
+
+
+def _backward_fake(dout, q, k, v, q_far, k_far, *given: Any) -> tuple[Tensor, ...]:
+    scales = zip(given[:3], given[-3:], strict=True)
+    own = (floats(q, 0) if x is None else empty_rows(x, x.shape[-1]) for x in (q_far, k_far))
+    return (
+        *(empty_rows(x, x.shape[-1]) for x in (q, k, v)), *own,
+        *(floats(q, *(x.shape if need else (0,))) for x, need in scales),
+    )  # fmt: skip
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:11], *output)
+    ctx.options = inputs[11:]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dout is None:
+        return (None,) * 15
+    wanted = ctx.needs_input_grad
+    found = _backward(dout, *ctx.saved_tensors, *ctx.options, *wanted[5:8])
+    return *(x if need else None for x, need in zip(found, wanted, strict=False)), *([None] * 7)
+
+
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? q_far, Tensor? k_far, Tensor alpha, Tensor beta, "
+    "Tensor gamma, Tensor? sinks, Tensor? key_mask, Tensor? far_mask"
+)
+_WINDOW = "int block, int overlap, float scale, bool causal"
+_near_far = register(
+    f"near_far({_INPUTS}, {_WINDOW}) -> (Tensor out, Tensor lse, Tensor logs, Tensor means)",
+    _impl,
+    _fake,
+    save=_save,
+    differentiate=_differentiate,
+)
+_backward = register(
+    f"near_far_backward(Tensor dout, {_INPUTS}, Tensor out, Tensor lse, Tensor logs, Tensor means, "
+    f"{_WINDOW}, bool need_alpha, bool need_beta, bool need_gamma) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward_impl,
+    _backward_fake,
+)
+
+
+def _near_impl(q, k, v, sinks, key_mask, block, overlap, scale, causal) -> tuple[Tensor, Tensor]:
+    if q.numel() == 0 or v.numel() == 0:
+        out, log = _near_fake(q, k, v, sinks, key_mask, block, overlap, scale, causal)
+        return out.zero_(), log.fill_(-torch.inf)
+    window = Window(block, overlap, scale, causal, q.shape[2])
+    return forward(Near.prepared(q, k, v, sinks, key_mask), None, window)[:2]
+
+
+def _near_fake(q, k, v, sinks, key_mask, block, overlap, scale, causal) -> tuple[Tensor, Tensor]:
+    return empty_rows(q, v.shape[-1]), floats(q, *q.shape[:3])
+
+
+def _near_backward_impl(
+    dout, dlog, q, k, v, sinks, key_mask, out, log, block, overlap, scale, causal
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.numel() == 0 or v.numel() == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    window = Window(block, overlap, scale, causal, q.shape[2])
+    near = Near.prepared(q, k, v, sinks, key_mask)
+    return backward(dout, dlog.contiguous(), near, None, out, log, None, window)[:3]
+
+
+def _near_backward_fake(dout, dlog, q, k, v, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(empty_rows(x, x.shape[-1]) for x in (q, k, v))  # pyright: ignore
+
+
+def _near_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:5], *output)
+    ctx.options = inputs[5:]
+
+
+def _near_differentiate(ctx: Any, dout: Tensor, dlog: Tensor) -> tuple[Tensor | None, ...]:
+    return *_near_backward(dout, dlog, *ctx.saved_tensors, *ctx.options), *([None] * 6)
+
+
+_NEAR_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? key_mask"
+_NEAR_WINDOW = "int block, int overlap, float scale, bool causal"
+_near = register(
+    f"near({_NEAR_INPUTS}, {_NEAR_WINDOW}) -> (Tensor out, Tensor log)",
+    _near_impl,
+    _near_fake,
+    save=_near_save,
+    differentiate=_near_differentiate,
+)
+_near_backward = register(
+    f"near_backward(Tensor dout, Tensor dlog, {_NEAR_INPUTS}, Tensor out, Tensor log, "
+    f"{_NEAR_WINDOW}) -> (Tensor, Tensor, Tensor)",
+    _near_backward_impl,
+    _near_backward_fake,
+)
