@@ -198,18 +198,19 @@ def test_checkpointing_recomputes_the_same():
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("op", ["summarize", "read", "causal", "block_diagonal", "varlen"])
+@pytest.mark.parametrize("op", ["summarize", "read", "causal", "near", "varlen"])
 def test_registered_ops_pass_opcheck(op):
     q, k, v = (x.requires_grad_() for x in random_qkv(1, 2, 9))
     scale = torch.full((1, 2), 2.0, dtype=torch.float64)
     log_mass, mean = torch.randn(1, 2, 8).double(), torch.randn(1, 2, 8, 8).double()
     packed = [x[0].transpose(0, 1).detach().requires_grad_() for x in (q, k, v)]
     cu = torch.tensor([0, 4, 9])
+    sinks = k[:, :, :1].detach(), v[:, :, :1].detach(), torch.zeros(1, 1, dtype=torch.long)
     arguments = {
         "summarize": (k, v, scale, None),
         "read": (q, scale, log_mass, mean, None, False),
         "causal": (q, k, v, scale, scale, None, log_mass, mean, None, False),
-        "block_diagonal": (q, k, v, None, None, 4, 0.5, False, False),
+        "near": (q, k, v, *sinks, None, None, 4, 0, 0.5, 0, False),
         "varlen": (
             *packed,
             cu,

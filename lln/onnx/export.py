@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 import lln.ops.eager  # noqa: F401  registers the operators
-from lln.onnx.translations import blocks, causal, state, windows
+from lln.onnx.translations import causal, state, windows
 
 TRANSLATED: dict[str, Callable[..., Any]] = {
     "summarize_eager": state.summarize,
     "read_eager": state.read,
-    "block_diagonal_eager": blocks.block_diagonal,
     "causal_eager": causal.causal,
     "near_eager": windows.near,
     "far_eager": windows.far,

@@ -17,7 +17,6 @@ from lln.ops.common.parts import causal_by_parts
 from lln.ops.linear.eager_state import merge, read_op, summarize_op
 from lln.ops.linear.eager_varlen import varlen_op
 from lln.ops.window import fused_blocks
-from lln.ops.window.eager_blocks import block_diagonal_op
 from lln.ops.window.eager_far import far_op
 from lln.ops.window.eager_near_far import near, near_far
 from lln.protocols import Call
@@ -179,11 +178,12 @@ def block_diagonal(
     probability_dropout=None,
     wide=False,
 ) -> Tensor:
-    """Softmax attention inside blocks."""
+    """Softmax attention inside blocks: windows without overlap, or torch's own for short ones."""
+    options = {"key_mask": key_mask, "is_causal": is_causal, "wide": wide}
     if fused_blocks.takes(q, k, v, probability_dropout):
-        options = {"key_mask": key_mask, "is_causal": is_causal, "wide": wide}
         return fused_blocks.attend_in_blocks(q, k, v, block=block, scale=scale, **options)
-    return block_diagonal_op(q, k, v, key_mask, probability_dropout, block, scale, is_causal, wide)
+    options["probability_dropout"] = probability_dropout
+    return near(q, k, v, block=block, scale=scale, **options)
 
 
 def varlen(

@@ -44,7 +44,6 @@ TESTS = {
     "lln/ops/window/lln_diag.py": f"tests/nn/test_attention.py {BLOCKS} {OPS}",
     "lln/ops/common/arguments.py": f"{OPS} {CALLS} {JOINT} tests/nn/test_multihead.py",
     "lln/ops/common/registration.py": f"{TRANSFORMS} {OPS}",
-    "lln/ops/window/eager_blocks.py": f"{BLOCKS} {OPS}",
     "lln/ops/window/fused_blocks.py": f"{BLOCKS} {OPS}",
     "lln/ops/causal/square.py": TILES,
     "lln/ops/causal/tree.py": TILES,

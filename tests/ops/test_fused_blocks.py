@@ -9,7 +9,6 @@ import torch
 
 from lln.ops import eager
 from lln.ops.window import fused_blocks
-from lln.ops.window.eager_blocks import block_diagonal_op
 
 LENGTHS = {"equal": (48, 48), "cut": (45, 45), "more keys": (20, 53), "more queries": (53, 20)}
 
@@ -29,7 +28,7 @@ def inputs(queries: int, keys: int, *, group: int = 1, inside: bool = False, dty
 def both(q, k, v, mask, block, is_causal):
     options = {"block": block, "scale": 0.3, "key_mask": mask, "is_causal": is_causal}
     fused = fused_blocks.attend_in_blocks(q, k, v, wide=True, **options)
-    grouped = block_diagonal_op(q, k, v, mask, None, block, 0.3, is_causal, True)
+    grouped = eager.near(q, k, v, wide=True, **options)
     upstream = torch.randn_like(fused)
     return [(out, *torch.autograd.grad(out, (q, k, v), upstream)) for out in (fused, grouped)]
 
@@ -103,7 +102,7 @@ def test_groups_of_one_block_are_the_whole(is_causal, monkeypatch):
     """What is too large for one group is cut down to single blocks."""
     q, k, v = (torch.randn(2, 3, 70, 8, dtype=torch.float64) for _ in range(3))
     mask = torch.rand(2, 70) > 0.3
-    whole = block_diagonal_op(q, k, v, mask, None, 16, 0.3, is_causal, True)
-    monkeypatch.setattr(sys.modules["lln.ops.window.eager_blocks"], "_GROUP_ELEMENTS", 1)
-    cut = block_diagonal_op(q, k, v, mask, None, 16, 0.3, is_causal, True)
-    torch.testing.assert_close(cut, whole)
+    options = {"block": 16, "scale": 0.3, "key_mask": mask, "is_causal": is_causal}
+    whole = eager.near(q, k, v, **options)
+    monkeypatch.setattr(sys.modules["lln.ops.window.eager_near"], "_GROUP_ELEMENTS", 1)
+    torch.testing.assert_close(eager.near(q, k, v, **options), whole)

@@ -27,7 +27,6 @@ FORMS = {
 LOOPS = {
     "common.features.CHUNK_ELEMENTS": 128 * 16,
     "causal.segments.SEGMENT_ELEMENTS": 128 * 16,
-    "window.eager_blocks._GROUP_ELEMENTS": 64 * 16,
     "window.eager_near._GROUP_ELEMENTS": 64 * 32,
     "window.eager_far._GROUP_ELEMENTS": 64 * 16,
 }

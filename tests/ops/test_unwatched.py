@@ -130,10 +130,11 @@ def test_who_watches():
 def test_numbers_are_not_converted():
     """An int for a float is the dispatcher's to convert."""
     attend(*inputs(), {"diag_block": 4})
-    op = torch.ops.lln.block_diagonal_eager.default
+    op = torch.ops.lln.near_eager.default
     types = argument_types(op)
     x = torch.randn(1, 1, 4, 4)
-    rest = {"block": 4, "is_causal": False, "wide": False}
+    sinks = {"sink_k": x[:, :, :0], "sink_v": x[:, :, :0], "sink_position": torch.zeros(1, 0)}
+    rest = {"block": 4, "overlap": 0, "origin": 0, "causal": False, **sinks}
     names = [argument.name for argument in op._schema.arguments]
 
     def given(scale):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lln.onnx.translations.blocks import missing
 from lln.onnx.translations.prefix import states_before
 from lln.onnx.translations.rows import Rows, read_rows, slot_weights
 from lln.onnx.translations.state import key_features, state_of
@@ -24,6 +23,7 @@ from lln.onnx.translations.values import (
     hidden,
     is_nothing,
     length,
+    missing,
     narrow,
     op,
     padded,

@@ -54,6 +54,11 @@ def length(x: Any, axis: int = 2) -> Any:
     return op.Shape(x, start=axis, end=axis + 1)
 
 
+def missing(tokens: Any, block: int) -> Any:
+    """How many tokens the last block lacks, ``[1]``."""
+    return op.Mod(op.Neg(tokens), axes(block))
+
+
 def cut(x: Any, start: Any, stop: Any, axis: int = 2) -> Any:
     """Part of an axis; the ends are ``[1]``."""
     return op.Slice(x, start, stop, axes(axis))

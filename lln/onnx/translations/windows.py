@@ -1,14 +1,13 @@
 """The two branches of ``mix="joint"`` as nodes: near keys in windows, far keys by LLN.
 
-See :mod:`lln.ops.window.eager_near` and :mod:`lln.ops.window.eager_far`. Queries and keys are those
-of the same tokens, from the first one on: graphs of whole sequences.
+See :mod:`lln.ops.window.eager_near` and :mod:`lln.ops.window.eager_far`. Keys are those of the
+whole sequence, from the first one on; queries of the far branch are those of the same tokens.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from lln.onnx.translations.blocks import missing
 from lln.onnx.translations.prefix import states_after, states_before
 from lln.onnx.translations.rows import read_rows, slot_weights
 from lln.onnx.translations.state import key_features, state_of
@@ -19,10 +18,12 @@ from lln.onnx.translations.values import (
     MaybeFloats,
     axes,
     cut,
+    end,
     filled,
     finite_or_zero,
     hidden,
     length,
+    missing,
     op,
     padded,
     per_head,
@@ -50,10 +51,10 @@ def near(
     causal: bool,
 ) -> Any:
     """Softmax over windows and sinks: output and the logarithm of its normaliser."""
-    _check(q, k, origin, dropout)
+    _check(origin, dropout)
     inputs, heads, right = (q, k, v), q.shape[1], 0 if causal else overlap
-    after, width = missing(length(q), block), overlap + block + right
-    starts = op.Unsqueeze(_starts(q, after, block), axes(1))  # [T, 1], where the blocks begin
+    after, width = missing(length(k), block), overlap + block + right
+    starts = op.Unsqueeze(_starts(k, after, block), axes(1))  # [T, 1], where the blocks begin
     places = op.Add(starts, op.Constant(value_ints=list(range(width))))
     around = axes(overlap), op.Add(after, axes(right))
 
@@ -65,7 +66,8 @@ def near(
         own = repeated(wide_input(x, *inputs), x.shape[1], heads, x.shape[3])
         return op.Unsqueeze(own, axes(2))  # [B, H, 1, n, D]
 
-    rows = padded(wide_input(q, *inputs), axes(0), after)
+    queries, blind = _aligned(wide_input(q, *inputs), q, k)
+    rows = padded(queries, axes(0), after)
     rows = op.Mul(reshaped(rows, 0, heads, -1, block, q.shape[3]), scale)
     seen = op.Gather(padded(_there(k, key_mask), *around), places, axis=2)
     seen = op.Greater(swapped(seen, 5), 0.0)  # [B or 1, 1, T, 1, W]
@@ -91,7 +93,10 @@ def near(
     if count:
         kept = cut(weights, axes(width), axes(width + count), 4)
         out = op.Add(out, op.MatMul(kept, sinks(sink_v)))
-    return _joined(out, op.Add(finite_or_zero(top), op.Log(mass)), q, v)
+    level = reshaped(op.Add(finite_or_zero(top), op.Log(mass)), 0, heads, -1, 1)
+    out = reshaped(out, 0, heads, -1, v.shape[3])
+    level = _as_queries(level, q, k, blind, NOTHING)
+    return _as_queries(out, q, k, blind, 0.0), op.Squeeze(level, axes(3))
 
 
 def far(
@@ -113,7 +118,12 @@ def far(
 
     Causal with overlap −block, over the keys of the block itself and those before.
     """
-    _check(q, k, origin, dropout)
+    _check(origin, dropout)
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(
+            "mix='joint' and causal_block are exported for whole sequences, queries and keys of "
+            "the same tokens"
+        )
     inputs, heads = (q, k, v), k.shape[1]
     after, none = missing(length(q), block), (log_mass, mean)
     features = key_features(wide_input(k, *inputs), beta, key_mask)
@@ -191,10 +201,27 @@ def _past(block: int, width: int, overlap: int) -> Any:
     return op.LessOrEqual(column, row)
 
 
-def _check(q: Any, k: Any, origin: int, dropout: Any | None) -> None:
+def _aligned(queries: Any, q: Any, k: Any) -> tuple[Any, Any | None]:
+    """The queries at the positions of the keys, and how many stand before the first key.
+
+    Query i stands at key i + M − N. None: queries and keys are equally many.
+    """
+    if q.shape[2] == k.shape[2]:
+        return queries, None
+    surplus = op.Sub(length(k), length(q))
+    blind = op.Max(op.Neg(surplus), axes(0))
+    return padded(cut(queries, blind, end()), op.Max(surplus, axes(0)), axes(0)), blind
+
+
+def _as_queries(x: Any, q: Any, k: Any, blind: Any | None, nothing: float) -> Any:
+    """The rows of the queries out of ``[B, H, T·C, E]``, which begins with the first key."""
+    if blind is None:
+        return cut(x, axes(0), length(q))
+    first = op.Max(op.Sub(length(k), length(q)), axes(0))
+    return padded(cut(x, first, length(k)), blind, axes(0), nothing)
+
+
+def _check(origin: int, dropout: Any | None) -> None:
     without_dropout(dropout)
-    if origin or q.shape[2] != k.shape[2]:
-        raise ValueError(
-            "mix='joint' and causal_block are exported for whole sequences, queries and keys of "
-            "the same tokens"
-        )
+    if origin:
+        raise ValueError("windows are exported for whole sequences, from their first token on")

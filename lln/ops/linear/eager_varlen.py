@@ -18,7 +18,7 @@ from lln.ops.causal.eager_causal import causal_backward, causal_op
 from lln.ops.common.parts import early_and_blind
 from lln.ops.common.registration import register, without_autocast
 from lln.ops.linear.eager_state import read_backward, summarize_backward, summarize_op
-from lln.ops.window.eager_blocks import block_diagonal_backward
+from lln.ops.window.eager_near_far import blocks_backward
 from lln.protocols import compute_dtype
 
 
@@ -172,7 +172,7 @@ def _attend_backward(
     half = d_out.to(wide) / 2
     q, k, v = q.to(wide), k.to(wide), v.to(wide)
     grads = linear(half, q, k, v, alpha, beta, key_mask)
-    local = block_diagonal_backward(half, q, k, v, key_mask, None, block, scale, is_causal)
+    local = blocks_backward(half, q, k, v, key_mask, block, scale, is_causal)
     for i in range(3):
         grads[i] = grads[i] + local[i]
     return grads

@@ -12,7 +12,7 @@ from torch import Tensor
 from lln.ops.common.arguments import hide
 from lln.ops.linear.eager_state import read_op, summarize_op
 from lln.ops.window.eager_far import far_op
-from lln.ops.window.eager_near import near_op
+from lln.ops.window.eager_near import near_backward, near_op
 
 NOWHERE = 1 << 40  # the position of a sink that is not there
 
@@ -90,6 +90,20 @@ def near(
     tensors = q, k, v, always.k, always.v, always.position, key_mask, probability_dropout
     out, _ = near_op(*tensors, block, overlap, scale, 0, is_causal)
     return out if wide else out.to(q.dtype)
+
+
+def blocks_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, block: int,
+    scale: float, is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v of :func:`near` without overlap and sinks."""
+    none = Sinks.among(k, v, 0, key_mask)
+    tensors = q, k, v, none.k, none.v, none.position, key_mask, None
+    no_level = d_out.new_zeros(d_out.shape[:3])
+    d_q, d_k, d_v, *_ = near_backward(
+        d_out, no_level, *tensors, block, 0, scale, 0, is_causal
+    )  # fmt: skip
+    return d_q, d_k, d_v
 
 
 def near_far(

@@ -1,7 +1,7 @@
 """Softmax attention inside blocks by torch's own fused attention: the quick way on a CPU.
 
 All blocks of all heads are one batch of short sequences. Where torch has no fused kernel for them,
-:mod:`lln.ops.window.eager_blocks` computes the same, a group of blocks at a time.
+:mod:`lln.ops.window.eager_near` computes the same, a group of blocks at a time.
 """
 
 from __future__ import annotations
