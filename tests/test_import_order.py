@@ -72,6 +72,7 @@ STUDY: dict[str, set[str]] = {
         *("study.paper", "study.paper.tables", "study.paper.figures"),
         *("report", "records", "nn"),
     },
+    "study.paper.report": {"study.paper", "study.paper.tables", "study.paper.figures", "report"},
     "study.demo": {
         *("study.bench", "study.tasks", "study.data", "study.train", "report", "texts"),
         *("study.paper.figures", "device", "records"),
@@ -95,6 +96,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "study.paper.figures": ALWAYS_PRESENT | {"rich"},
     "study.paper.verify": ALWAYS_PRESENT | {"rich"},
     "study.paper.pages": set(),
+    "study.paper.report": set(),
     "study.train": ALWAYS_PRESENT | TRAINING | {"rich", "tensorboard"},
     "study.data": ALWAYS_PRESENT | TRAINING | {"rich", "PIL", "sklearn"},
     "study.tasks": ALWAYS_PRESENT | TRAINING | {"rich", "sklearn", "scipy"},

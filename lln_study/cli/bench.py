@@ -69,9 +69,9 @@ def bench_targets(
 
     From the newest rows of `lln bench gpu`, as Markdown; – for what was not measured.
     """
-    from lln_study.paper.pages.targets import gpu_targets
+    from lln_study.paper.pages.targets import BLOCKS
 
-    typer.echo(gpu_targets(results))
+    typer.echo(BLOCKS["gpu_targets"](results))
 
 
 @bench_app.command("resources")

@@ -1,4 +1,4 @@
-"""Result rows as sweeps write them: read from ``results/*.jsonl``, grouped, averaged over seeds."""
+"""Result rows as sweeps write them: read from ``results/``, grouped, averaged over seeds."""
 
 from __future__ import annotations
 
@@ -89,6 +89,18 @@ def read_curves(folder: Path) -> list[Row]:
     paths = sorted(folder.glob("*.jsonl"))
     lines = (line for path in paths for line in read_rows(path))
     return [line for line in lines if line.get("rows") and line.keys() >= NEEDED]
+
+
+def newest(results: Path, subject: str) -> Path | None:
+    """The newest ``subject_hardware_date.json``, or None if there is none."""
+    found = sorted(results.glob(f"{subject}_*.json"), key=lambda path: path.stem.split("_")[-1])
+    return found[-1] if found else None
+
+
+def latest(results: Path, subject: str) -> dict[str, Any] | None:
+    """The content of that file."""
+    path = newest(results, subject)
+    return None if path is None else json.loads(path.read_text(encoding="utf-8"))
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> dict[Any, list[Row]]:

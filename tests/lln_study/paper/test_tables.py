@@ -304,19 +304,16 @@ def test_the_block_of_a_page_is_the_table_or_says_that_there_are_no_rows(tmp_pat
     assert table.markdown() in rewrite(page, tmp_path, BLOCKS)
 
 
-def test_readme_marks_a_model_on_its_plateau_and_shows_memory_beside_time(tmp_path):
-    """A loss before anything is learned is not a result, and time without memory is half of one."""
+def test_readme_shows_both_softmax_and_ours_of_the_largest_scale(tmp_path):
     speed = {"train_seconds": 10.0, "tokens_per_second": 1e6, "peak_mb": 2048.0}
 
     def trained(name, loss, **options):
         return mlm(name, loss, options=options, precision="bf16", batches="packed") | speed
 
-    rows = [trained("softmax", 6.8), trained("lln_diag", 2.9, **RECOMMENDED)]
-    rows += [step("softmax", 4096, 30.0, 2048.0), step("lln_diag", 4096, 10.0, 2150.4)]
+    conv = {"conv": RECOMMENDED["conv"]}
+    rows = [trained("softmax", 6.8), trained("softmax", 2.65, **conv), trained("lln_diag", 3.0)]
+    write(tmp_path, [*rows, trained("lln_diag", 2.91, **RECOMMENDED)])
+    line = best(tmp_path).splitlines()[-1]
+    assert line.endswith("6 × 512, N = 512 (recommended) | 6.80 | 2.65 | 2.91 |")
     write(tmp_path, rows)
-    lines = best(tmp_path).splitlines()
-    assert any(line.endswith("| 6.80 † | – | 2.90 |") for line in lines)
-    assert any(line.endswith("GiB | 2.0 | – | 2.1 |") for line in lines)
-    assert lines[-1].startswith("† Still on the plateau")
-    write(tmp_path, [trained("softmax", 2.6), *rows[1:]])
-    assert "†" not in best(tmp_path)
+    assert best(tmp_path) == NOTHING_YET
