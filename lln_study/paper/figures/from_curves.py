@@ -15,7 +15,7 @@ from lln.nn import RECOMMENDED
 from lln.report.canvas import Axis
 from lln.report.panels import Curve, Panel
 from lln_study.paper.figures.from_results import RunFigure
-from lln_study.paper.figures.loss_scale import falls, once, overflows
+from lln_study.paper.figures.loss_scale import once
 from lln_study.paper.results import Row, grouped, in_paper_order, mechanism, was_alone
 
 # What may differ between runs that are compared: the attention, and what was chosen for each.
@@ -172,13 +172,11 @@ def loss_scale(lines: Sequence[Row]) -> list[Panel]:
         for quantity, rows, curves in (("inverse", turned, inverse), ("loss", own, loss)):
             curve = _curve(mechanism(line), rows, quantity, slot=slot)
             curves.append(replace(curve, named=True))
-    note = f"{falls(inverse)} A step up would be gradients that overflowed. {_scale(chosen[0])}"
-    scale = Axis("1 / loss scale", log=True)
+    note, scale = _scale(chosen[0]), Axis("1 / loss scale", log=True)
+    overflow = f"A step up would be gradients that overflowed. {note}"
     return [
-        Panel(
-            f"Inverse loss scale, float16{overflows(inverse)}", once(inverse), UPDATES, scale, note
-        ),
-        Panel("Training loss, float16", loss, UPDATES, NATS, _scale(chosen[0])),
+        Panel("Inverse loss scale, float16", once(inverse), UPDATES, scale, overflow),
+        Panel("Training loss, float16", loss, UPDATES, NATS, note),
     ]
 
 

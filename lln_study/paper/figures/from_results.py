@@ -14,7 +14,7 @@ from lln.report.canvas import Axis
 from lln.report.panels import Curve, Panel
 from lln_study.paper.accuracy import is_fixed
 from lln_study.paper.figures import arena as arena_figure
-from lln_study.paper.figures.loss_scale import falls, once
+from lln_study.paper.figures.loss_scale import once
 from lln_study.paper.results import NAMES, Mean, Row, grouped, options
 from lln_study.paper.values import FIGURE_9_RANGE
 
@@ -151,8 +151,7 @@ def loss_scale(rows: Sequence[Row]) -> list[Panel]:
         inverse = [1 / value for value in curve["loss_scale"]]
         curves.append(Curve(label, curve["step"], inverse, slot=slot + 1))
     axes = Axis("step"), Axis("1 / loss scale", log=True)
-    note = falls(curves)
-    return [Panel("Inverse loss scale, deit-tiny in fp16", once(curves), *axes, note)]
+    return [Panel("Inverse loss scale, deit-tiny in fp16", once(curves), *axes)]
 
 
 def _scale_of(row: Row) -> float:
