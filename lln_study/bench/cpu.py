@@ -22,7 +22,6 @@ def run(
     folder: Path,
     *,
     quick: bool = False,
-    backward: bool = False,
     min_seconds: float = 1.0,
     load: int = 0,
     console: Console | None = None,
@@ -32,7 +31,7 @@ def run(
     ``load`` processes compute beside them; the subject and the rows say so.
     """
     console = console or Console()
-    cases = cpu_cases(quick=quick, backward=backward)
+    cases = cpu_cases(quick=quick)
     bars = Progress(
         TextColumn("{task.description}"),
         BarColumn(),

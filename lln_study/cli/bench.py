@@ -17,7 +17,6 @@ def bench(
     context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
     quick: Annotated[bool, typer.Option("--quick", help="Short lengths only.")] = False,
-    backward: Annotated[bool, typer.Option("--backward", help="Also fwd+bwd.")] = False,
     min_seconds: Annotated[float, typer.Option(help="Least time per case.")] = 1.0,
     load: Annotated[
         int, typer.Option(min=0, help="Busy processes beside it, as on a machine with other work.")
@@ -33,7 +32,7 @@ def bench(
     let_waiting_threads_sleep()
     from lln_study.bench.cpu import run
 
-    run(out, quick=quick, backward=backward, min_seconds=min_seconds, load=load)
+    run(out, quick=quick, min_seconds=min_seconds, load=load)
 
 
 @bench_app.command("gpu")
