@@ -101,7 +101,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "study.data": ALWAYS_PRESENT | TRAINING | {"rich", "PIL", "sklearn"},
     "study.tasks": ALWAYS_PRESENT | TRAINING | {"rich", "sklearn", "scipy"},
     "study.sweep": ALWAYS_PRESENT | {"rich", "ray"},
-    "study.bench": ALWAYS_PRESENT | {"rich", "triton", "transformers", "fla", "flash_bla"},
+    "study.bench": ALWAYS_PRESENT | {"rich", "triton", "transformers", "fla"},
     "inspect": ALWAYS_PRESENT | {"rich", "transformers"},
     "conversion": ALWAYS_PRESENT | {"rich", "scipy", "transformers"},
     "study.demo": ALWAYS_PRESENT | {"rich"},

@@ -5,7 +5,7 @@
 the inputs. ``impl`` is ``"eager"``, ``"triton"`` or ``"mixed"`` for ours, ``"sdpa"`` for
 ``torch.nn.functional.scaled_dot_product_attention`` (``"cudnn"`` and ``"flash"`` with the backend
 fixed), ``"matrix"`` for softmax attention that builds its N×N matrix, ``"torch"`` for torch's
-depth-wise convolution, and a name of :mod:`lln_study.bench.peers` for other libraries. Timing works
+depth-wise convolution, and ``"fla"`` for the library of :mod:`lln_study.bench.peers`. Timing works
 on the closure that :func:`call` returns and knows nothing else.
 """
 
@@ -159,7 +159,7 @@ RUNNERS: dict[tuple[str, str], Callable[..., Tensor]] = {
     ("convolution", "eager"): convolve_by_blocks,
     ("convolution", "triton"): _convolved,
     ("convolution", "torch"): _depthwise,
-    **peers.RUNNERS,
+    (peers.OP, peers.IMPL): peers.attend,
 }
 
 
@@ -185,8 +185,8 @@ def expected(case: Case, *tensors: Tensor) -> Tensor:
     if case.op == "recommended":
         return _recommended_reference(*tensors)
     q, k, v, *features = tensors
-    if case.impl in peers.EXPECTED:
-        return peers.EXPECTED[case.impl](q, k, v)
+    if case.impl == peers.IMPL:
+        return peers.expected(q, k, v)
     if case.impl in SOFTMAX:
         return _softmax_reference(q, k, v, is_causal=case.op == "causal")
     if case.op == "measured":
@@ -200,7 +200,7 @@ def inputs(case: Case, *, seed: int = 0) -> list[Tensor]:
 
     The convolution has v and its filters instead, "recommended" filters and a weight per head
     besides: parameters, and therefore float32. Far keys with slots have features of their own, and
-    other libraries get positive features for q and k.
+    fla gets positive features for q and k.
     """
     generator = torch.Generator(case.device).manual_seed(seed)
     shape = (case.B, case.H, case.N, case.D)
@@ -210,8 +210,8 @@ def inputs(case: Case, *, seed: int = 0) -> list[Tensor]:
 
     dtype = getattr(torch, case.dtype)
     made = [normal(*shape).to(dtype) for _ in range(1 if case.op == "convolution" else 3)]
-    if case.impl in peers.EXPECTED:
-        made = peers.prepared(case.impl, *made)
+    if case.impl == peers.IMPL:
+        made = peers.prepared(*made)
     if case.op == "near_far_slots":
         made += [normal(*shape[:3], SLOTS * case.D).to(dtype) for _ in range(2)]
     if case.op in ("convolution", "recommended"):

@@ -28,7 +28,7 @@ from lln_study.bench.shapes import EAGER, GRAPH, LAUNCHES, TOKENS, gpu_cases
 from lln_study.bench.terminal import wide_console
 
 MINE = ("triton", "mixed", "recommended")  # the last in a step of training
-RIVALS = ("cudnn", "flash", "sdpa", "torch", "eager", *peers.OPS)
+RIVALS = ("cudnn", "flash", "sdpa", "torch", "eager", peers.IMPL)
 CONFIGURATION = (
     f"seed=0 alpha=beta={ALPHA:g} repeat_ms=60, cache cleared before every call; graphs, calls "
     "from Python, other libraries and training steps in a fresh process each"

@@ -206,12 +206,7 @@ def _measured_scales(quick: bool) -> list[Timed]:
 
 
 def _other_libraries(quick: bool) -> list[Timed]:
-    """Linear attention of other libraries, where they are installed."""
+    """Linear attention of another library, where it is installed."""
     lengths = (4096, 16_384) if quick else (512, 4096, 16_384)
-    cases = [
-        case
-        for impl, op in peers.OPS.items()
-        if peers.installed(impl)
-        for case in _cases(op, impl, lengths)
-    ]
+    cases = _cases(peers.OP, peers.IMPL, lengths) if peers.installed() else []
     return [Timed(case, launch) for case in cases for launch in (GRAPH, EAGER)]

@@ -49,7 +49,7 @@ def bench_gpu(
 
     Time called from Python and from CUDA graphs, and share of the memory-bandwidth floor, for LLN,
     LLN+Diag, causal LLN, near and far keys, the recommended setting and decoding, beside softmax by
-    cuDNN and FlashAttention, and beside fla and flash_bla where they are installed; checks first
+    cuDNN and FlashAttention, and beside fla where it is installed; checks first
     and stops if a kernel is wrong. A training step of RoBERTa-base, too.
     """
     from lln_study.bench.gpu import run
