@@ -204,6 +204,23 @@ class Mean:
         return f"{self.value * factor:.{digits}f}{error}"
 
 
+def shown(mean: Mean | None, digits: int = 1, factor: float = 1.0) -> str:
+    """The text of a mean in a table; – for none."""
+    return "–" if mean is None else mean.text(digits, factor)
+
+
+def value(mean: Mean | None) -> float | None:
+    """The number of a mean in a record."""
+    return None if mean is None else mean.value
+
+
+def record(name: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """What every record of a table begins with: the mechanism, and where its rows come from."""
+    first = rows[0]
+    options = first["configuration"].get("options") or {}
+    return {"mechanism": first["mechanism"], "name": name, "options": options, **origin(rows)}
+
+
 def origin(rows: Sequence[Row]) -> dict[str, Any]:
     """Where rows come from: device, versions, commits, dates, seeds."""
 

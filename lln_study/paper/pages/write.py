@@ -19,7 +19,7 @@ from lln_study.paper.pages import claims, conversion, formulas, losses, speed, t
 from lln_study.paper.pages.blocks import NOTHING_YET, Blocks, crossed, rewrite, sourced
 from lln_study.paper.results import in_paper_order, read
 from lln_study.paper.tables import table as tables
-from lln_study.paper.tables.arena import shown as name_of
+from lln_study.paper.tables.arena import name_of
 
 WITH_BLOCKS = (claims, conversion, formulas, losses, speed, targets, versions)
 FROM_ROWS = ("8a", "9", "10a", "arena")

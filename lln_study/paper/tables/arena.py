@@ -14,8 +14,10 @@ from lln_study.paper.results import (
     grouped,
     in_paper_order,
     mechanism,
-    origin,
     origin_text,
+    record,
+    shown,
+    value,
 )
 from lln_study.paper.values import ARENA, TABLE_5
 
@@ -62,29 +64,25 @@ def _table(by_task: dict[str, list[Row]]) -> Table:
     everything = sorted((row for rows in by_task.values() for row in rows), key=in_paper_order)
     groups: dict[Any, dict[str, list[Row]]] = {}
     for row in everything:
-        own = groups.setdefault((shown(row), row["mechanism"]), {})
+        own = groups.setdefault((name_of(row), row["mechanism"]), {})
         own.setdefault(_task(row), []).append(row)
     columns = ["", *(NAMES[task] for task in by_task), "avg of 4"]
     lines, records = [], []
     for (name, word), own in groups.items():
         best = {task: at_best_rate(rows) for task, rows in own.items()}
         means = {task: Mean.of(row["accuracy"] for row in rows) for task, rows in best.items()}
-        lines.append([name, *(_cell(means.get(task)) for task in by_task), _average(means)])
+        lines.append([name, *(shown(means.get(task), 2, 100) for task in by_task), _average(means)])
         if word in TABLE_5:
             lines.append(["  in the paper", *_printed(word, by_task)])
         records.append(_record(name, best, means))
     return Table(columns, lines, _title(by_task), _notes(by_task, everything), records)
 
 
-def shown(row: Row) -> str:
+def name_of(row: Row) -> str:
     """The mechanism; options that belong to the published setting are not named."""
     if row["mechanism"] in PLAIN:
         return mechanism(row)
     return mechanism({**row, "configuration": {**row["configuration"], "options": {}}})
-
-
-def _cell(mean: Mean | None) -> str:
-    return "–" if mean is None else mean.text(2, 100)
 
 
 def _average(means: dict[str, Mean | None]) -> str:
@@ -131,18 +129,14 @@ def _notes(by_task: dict[str, list[Row]], everything: list[Row]) -> list[str]:
 
 def _record(name: str, best: dict[str, list[Row]], means: dict[str, Mean | None]) -> dict[str, Any]:
     rows = [row for own in best.values() for row in own]
-    first = rows[0]
-    printed = TABLE_5.get(first["mechanism"])
+    printed = TABLE_5.get(rows[0]["mechanism"])
     return {
-        "mechanism": first["mechanism"],
-        "name": name,
-        "options": first["configuration"].get("options") or {},
-        **{task: None if mean is None else mean.value for task, mean in means.items()},
+        **record(name, rows),
+        **{task: value(mean) for task, mean in means.items()},
         "standard_errors": {
             task: None if mean is None else mean.error for task, mean in means.items()
         },
         "paper": None if printed is None else dict(zip(ARENA, printed, strict=True)),
         "learning_rates": {task: rate(own[0]) for task, own in best.items()},
         "configurations": {task: own[0]["configuration"] for task, own in best.items()},
-        **origin(rows),
     }

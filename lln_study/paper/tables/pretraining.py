@@ -15,9 +15,11 @@ from lln_study.paper.results import (
     in_paper_order,
     mechanism,
     options,
-    origin,
     origin_text,
+    record,
     setting,
+    shown,
+    value,
     was_alone,
 )
 
@@ -108,10 +110,7 @@ def _mechanism(
         "lln_share": Mean.of(map(last_share, measured(rows))),
     }
     digits = {"loss": 3, "loss_at_equal_time": 3, "peak_gib": 1, "lln_share": 2}
-    cells = {
-        name: "–" if mean is None else mean.text(digits.get(name, 0))
-        for name, mean in values.items()
-    }
+    cells = {name: shown(mean, digits.get(name, 0)) for name, mean in values.items()}
     speed = values["tokens_per_second"]
     cells["tokens_per_second"] = "–" if speed is None else f"{speed.value:,.0f}"
     name, parameters = mechanism(rows[0]), rows[0]["parameters"]
@@ -122,19 +121,16 @@ def _mechanism(
         f"{parameters / 1e6:.1f}M",
         cells["lln_share"],
     ]
-    record = {
-        "mechanism": rows[0]["mechanism"],
-        "name": name,
-        "options": rows[0]["configuration"].get("options") or {},
-        **{key: None if mean is None else mean.value for key, mean in values.items()},
+    found = {
+        **record(name, rows),
+        **{key: value(mean) for key, mean in values.items()},
         "standard_errors": {key: mean and mean.error for key, mean in values.items()},
         "seconds_at_equal_time": seconds,
         "parameters": parameters,
         "diverged": diverged,
         "configuration": rows[0]["configuration"],
-        **origin(rows),
     }
-    return line, record
+    return line, found
 
 
 def _peak(row: Row) -> float | None:
