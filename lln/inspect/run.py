@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.style import Style
 from rich.table import Table as Printed
 from rich.text import Text
@@ -22,6 +21,7 @@ from lln.instruments.recording.recorder import attention_calls
 from lln.records import files, machine, saved
 from lln.report.heat_map import colour, ink_on, share_of
 from lln.report.page import render
+from lln.report.progress import counting
 from lln.texts import bundled as data
 
 CELL_WIDTH = 6  # of a printed cell, with the space between columns
@@ -111,14 +111,7 @@ def calls_of(loaded: Loaded, inputs: Inputs) -> list[AttentionCall]:
 
 
 def _measure(calls: Sequence[AttentionCall], console: Console) -> list[heads.Row]:
-    bars = Progress(
-        TextColumn("{task.description}", style="bold"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    )
+    bars = counting(console, transient=True)
     rows = []
     with bars:
         task = bars.add_task("layers", total=len(calls))

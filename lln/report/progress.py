@@ -83,6 +83,20 @@ class Lines:
     def stop(self) -> None: ...
 
 
+def counting(console: Any = None, *, transient: bool = False) -> Any:
+    """A bar of rich with the number of what is done and the time; ``transient`` lets it vanish."""
+    from rich import progress
+
+    return progress.Progress(
+        progress.TextColumn("{task.description}", style="bold"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        console=console,
+        transient=transient,
+    )
+
+
 def bar(console: Any = None) -> Any:
     """A bar of rich with steps, times and a field ``now``; it vanishes when it is stopped."""
     from rich import progress

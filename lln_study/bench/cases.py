@@ -1,11 +1,11 @@
 """What is measured: an op, an implementation and a shape.
 
 ``op`` is a key of ``OPTIONS``: the word used in ``lln/ops`` and what is special, as the block in
-``lln_diag_128``; or one of ``RECIPES``, the module with these options, its learned parameters
-among the inputs. ``impl`` is ``"eager"``, ``"triton"`` or ``"mixed"`` for ours, ``"sdpa"`` for
+``lln_diag_128``; or ``"recommended"``, the module with those options, its learned parameters among
+the inputs. ``impl`` is ``"eager"``, ``"triton"`` or ``"mixed"`` for ours, ``"sdpa"`` for
 ``torch.nn.functional.scaled_dot_product_attention`` (``"cudnn"`` and ``"flash"`` with the backend
 fixed), ``"matrix"`` for softmax attention that builds its N×N matrix, ``"torch"`` for torch's
-depth-wise convolution, and a name of :mod:`lln_study.bench.peers` for other libraries. Timing works
+depth-wise convolution, and ``"fla"`` for the library of :mod:`lln_study.bench.peers`. Timing works
 on the closure that :func:`call` returns and knows nothing else.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -47,8 +47,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "near_far_causal": {**_JOINT, "diag_overlap": WIDE_BLOCK // 2, "is_causal": True},
     "near_far_slots": _JOINT,
 }
-# Of the module: as recommended, and with the branches averaged.
-RECIPES = {"recommended": RECOMMENDED, "recommended_average": {**RECOMMENDED, "mix": "average"}}
 SLOTS = 2  # times D, of the features of far keys in "near_far_slots"
 TAPS = RECOMMENDED["conv"]  # of the convolution over tokens
 FORWARD, TRAINING = "fwd", "fwd+bwd"
@@ -103,14 +101,14 @@ def _measured(impl: str) -> Callable[..., Tensor]:
 
 
 @lru_cache
-def _core(op: str, heads: int, head_dim: int, impl: str) -> LLNAttention:
-    return LLNAttention(heads, head_dim, impl=impl, **RECIPES[op])
+def _core(heads: int, head_dim: int, impl: str) -> LLNAttention:
+    return LLNAttention(heads, head_dim, impl=impl, **RECOMMENDED)
 
 
-def _recommended(op: str, impl: str) -> Callable[..., Tensor]:
-    def run(q: Tensor, k: Tensor, v: Tensor, filters: Tensor, *mix: Tensor) -> Tensor:
-        learned = {"conv_weight": filters, **({"mix_logit": mix[0]} if mix else {})}
-        return functional_call(_core(op, q.shape[1], q.shape[-1], impl), learned, (q, k, v))
+def _recommended(impl: str) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, filters: Tensor, mix: Tensor) -> Tensor:
+        learned = {"conv_weight": filters, "mix_logit": mix}
+        return functional_call(_core(q.shape[1], q.shape[-1], impl), learned, (q, k, v))
 
     return run
 
@@ -150,7 +148,7 @@ IMPLEMENTED = {"eager": ("bidirectional", "lln_diag", "causal"), "triton": tuple
 RUNNERS: dict[tuple[str, str], Callable[..., Tensor]] = {
     **{(op, impl): _ours(op, impl) for impl, ops in IMPLEMENTED.items() for op in ops},
     **{("measured", impl): _measured(impl) for impl in ("eager", "triton")},
-    **{(op, impl): _recommended(op, impl) for op in RECIPES for impl in IMPLEMENTED},
+    **{("recommended", impl): _recommended(impl) for impl in IMPLEMENTED},
     ("bidirectional", "sdpa"): F.scaled_dot_product_attention,
     ("bidirectional", "matrix"): _softmax_matrix,
     ("bidirectional", "cudnn"): _backend("CUDNN_ATTENTION"),
@@ -161,7 +159,7 @@ RUNNERS: dict[tuple[str, str], Callable[..., Tensor]] = {
     ("convolution", "eager"): convolve_by_blocks,
     ("convolution", "triton"): _convolved,
     ("convolution", "torch"): _depthwise,
-    **peers.RUNNERS,
+    (peers.OP, peers.IMPL): peers.attend,
 }
 
 
@@ -171,14 +169,12 @@ def _softmax_reference(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> T
     return reference.attend(reference.normalize_rows(scores, seen), v)
 
 
-def _recommended_reference(
-    q: Tensor, k: Tensor, v: Tensor, filters: Tensor, *mix: Tensor
-) -> Tensor:
+def _recommended_reference(q: Tensor, k: Tensor, v: Tensor, filters: Tensor, mix: Tensor) -> Tensor:
     alpha, beta = moments.measure_scales(q, k, method=RECOMMENDED["method"])
     block, scale = RECOMMENDED["diag_block"], 1 / math.sqrt(q.shape[-1])
     local = reference.block_diagonal(q, k, v, block=block, scale=scale)
     linear = reference.bidirectional(q, k, v, alpha=alpha, beta=beta)
-    share = mix[0].sigmoid()[:, None, None] if mix else 0.5
+    share = mix.sigmoid()[:, None, None]
     return torch.lerp(local, linear, share) + _depthwise(v, filters)
 
 
@@ -186,11 +182,11 @@ def expected(case: Case, *tensors: Tensor) -> Tensor:
     """The O(N²) definition of what ``case`` computes, in the dtype of the inputs."""
     if case.op == "convolution":
         return _depthwise(*tensors)
-    if case.op in RECIPES:
+    if case.op == "recommended":
         return _recommended_reference(*tensors)
     q, k, v, *features = tensors
-    if case.impl in peers.EXPECTED:
-        return peers.EXPECTED[case.impl](q, k, v)
+    if case.impl == peers.IMPL:
+        return peers.expected(q, k, v)
     if case.impl in SOFTMAX:
         return _softmax_reference(q, k, v, is_causal=case.op == "causal")
     if case.op == "measured":
@@ -204,7 +200,7 @@ def inputs(case: Case, *, seed: int = 0) -> list[Tensor]:
 
     The convolution has v and its filters instead, "recommended" filters and a weight per head
     besides: parameters, and therefore float32. Far keys with slots have features of their own, and
-    other libraries get positive features for q and k.
+    fla gets positive features for q and k.
     """
     generator = torch.Generator(case.device).manual_seed(seed)
     shape = (case.B, case.H, case.N, case.D)
@@ -214,11 +210,11 @@ def inputs(case: Case, *, seed: int = 0) -> list[Tensor]:
 
     dtype = getattr(torch, case.dtype)
     made = [normal(*shape).to(dtype) for _ in range(1 if case.op == "convolution" else 3)]
-    if case.impl in peers.EXPECTED:
-        made = peers.prepared(case.impl, *made)
+    if case.impl == peers.IMPL:
+        made = peers.prepared(*made)
     if case.op == "near_far_slots":
         made += [normal(*shape[:3], SLOTS * case.D).to(dtype) for _ in range(2)]
-    if case.op == "convolution" or case.op in RECIPES:
+    if case.op in ("convolution", "recommended"):
         made.append(normal(case.H, TAPS))
     if case.op == "recommended":
         made.append(normal(case.H))
@@ -252,10 +248,10 @@ def powers(first: int, last: int) -> list[int]:
     return [first * 2**n for n in range(int(math.log2(last / first)) + 1)]
 
 
-def cpu_cases(*, quick: bool = False, backward: bool = False) -> list[Case]:
+def cpu_cases(*, quick: bool = False) -> list[Case]:
     """The CPU sweep: 12 heads of 64, float32; softmax as far as it is bearable, LLN to the end.
 
-    What is recommended is measured in training, beside softmax, ``backward`` or not.
+    What is recommended is measured in training, beside softmax.
     """
     softmax_end, linear_end, causal_end, matrix_end = (
         (2048, 32_768, 2048, 1024) if quick else (16_384, 262_144, 8192, 4096)
@@ -271,9 +267,6 @@ def cpu_cases(*, quick: bool = False, backward: bool = False) -> list[Case]:
     }
     cases = [Case(op, impl, N) for (op, impl), lengths in sweep.items() for N in lengths]
     trained = [("bidirectional", "sdpa"), ("recommended", "eager")]
-    training = [Case(*key, N, TRAINING) for key in trained for N in powers(128, causal_end)]
-    if backward:
-        training += [replace(case, passes=TRAINING) for case in cases]
-    cases += dict.fromkeys(training)  # each of them once
+    cases += [Case(*key, N, TRAINING) for key in trained for N in powers(128, causal_end)]
     # rivals side by side, under equal conditions
     return sorted(cases, key=lambda case: (case.passes, case.N, case.op))

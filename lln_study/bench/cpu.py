@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from lln.records import files
 from lln.report.lines import Axis, Series, line_plot
 from lln.report.numbers import three_digits
+from lln.report.progress import counting
 from lln_study.bench import sweep
 from lln_study.bench.cases import cpu_cases
 from lln_study.bench.check import CheckFailed
@@ -22,7 +22,6 @@ def run(
     folder: Path,
     *,
     quick: bool = False,
-    backward: bool = False,
     min_seconds: float = 1.0,
     load: int = 0,
     console: Console | None = None,
@@ -32,14 +31,8 @@ def run(
     ``load`` processes compute beside them; the subject and the rows say so.
     """
     console = console or Console()
-    cases = cpu_cases(quick=quick, backward=backward)
-    bars = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    )
+    cases = cpu_cases(quick=quick)
+    bars = counting(console)
     rows: list[sweep.Row] = []
     with bars, busy_processes(load):
         task = bars.add_task("starting", total=len(cases))

@@ -24,18 +24,11 @@ from lln_study.bench import peers
 from lln_study.bench.apart.compiling import MOST_SECONDS, compile_ahead
 from lln_study.bench.apart.session import Session
 from lln_study.bench.cases import ALPHA, OPTIONS, TRAINING
-from lln_study.bench.shapes import (
-    EAGER,
-    GRAPH,
-    LAUNCHES,
-    SERIES,
-    TOKENS,
-    gpu_cases,
-)
+from lln_study.bench.shapes import EAGER, GRAPH, LAUNCHES, TOKENS, gpu_cases
 from lln_study.bench.terminal import wide_console
 
 MINE = ("triton", "mixed", "recommended")  # the last in a step of training
-RIVALS = ("cudnn", "flash", "sdpa", "torch", "eager", *peers.OPS)
+RIVALS = ("cudnn", "flash", "sdpa", "torch", "eager", peers.IMPL)
 CONFIGURATION = (
     f"seed=0 alpha=beta={ALPHA:g} repeat_ms=60, cache cleared before every call; graphs, calls "
     "from Python, other libraries and training steps in a fresh process each"
@@ -73,23 +66,8 @@ def _compared_with(op: str, rival: str) -> str:
     return "causal" if OPTIONS.get(op, {}).get("is_causal") else "bidirectional"
 
 
-def added_by_measuring(rows: Sequence[Row]) -> list[Row]:
-    """Milliseconds that measuring α and β adds to LLN, by pass, length and launch."""
-    keys = ("pass", "B", "N", "D", "dtype", "launch")
-    times = {
-        (row["op"], *(row[k] for k in keys)): row["ms_p50"]
-        for row in rows
-        if row.get("impl") == "triton" and row.get("ms_p50")
-    }
-    return [
-        {**dict(zip(keys, key[1:], strict=True)), "added_ms": round(ms - given, 5)}
-        for key, ms in times.items()
-        if key[0] == "measured" and (given := times.get(("bidirectional", *key[1:])))
-    ]
-
-
-def plots(rows: Sequence[Row]) -> dict[str, str]:
-    """Time against N (log-log) and share of the floor against N, forward and backward."""
+def plot(rows: Sequence[Row]) -> str:
+    """Time of a forward and backward pass against N, both axes logarithmic."""
     chosen = [
         r for r in rows
         if r.get("ms_p50") and r["B"] * r["N"] == TOKENS and r["pass"] == TRAINING
@@ -97,25 +75,22 @@ def plots(rows: Sequence[Row]) -> dict[str, str]:
     ]  # fmt: skip
     drawn_ops = ("bidirectional", "lln_diag", "causal")  # at every length
     curves = dict.fromkeys((r["op"], r["impl"]) for r in chosen if r["op"] in drawn_ops)
-
-    def series(key: str) -> list[Series]:
-        drawn = []
-        for op, impl in curves:
-            mine = [r for r in chosen if (r["op"], r["impl"]) == (op, impl) and r[key]]
-            mine.sort(key=lambda r: r["N"])  # not the order of measuring
-            if mine:
-                label = f"{op}, {impl}"
-                drawn.append(Series(label, [r["N"] for r in mine], [r[key] for r in mine]))
-        return drawn
-
-    lengths = sorted({r["N"] for r in chosen})
-    x = Axis("tokens per sequence (65,536 in all)", log=True, ticks=lengths)
-    return {
-        "time": line_plot("gpu-time", series("ms_p50"), title="Forward and backward (ms)", x=x,
-                          y=Axis("milliseconds", log=True)),
-        "share": line_plot("gpu-share", series("floor_share"), title="Share of the floor", x=x,
-                           y=Axis("bytes ÷ (time × copy bandwidth)", limits=(0, 1))),
-    }  # fmt: skip
+    series = []
+    for op, impl in curves:
+        mine = [r for r in chosen if (r["op"], r["impl"]) == (op, impl)]
+        mine.sort(key=lambda r: r["N"])  # not the order of measuring
+        series.append(Series(f"{op}, {impl}", [r["N"] for r in mine], [r["ms_p50"] for r in mine]))
+    return line_plot(
+        "gpu-time",
+        series,
+        title="Forward and backward (ms)",
+        x=Axis(
+            "tokens per sequence (65,536 in all)",
+            log=True,
+            ticks=sorted({r["N"] for r in chosen}),
+        ),
+        y=Axis("milliseconds", log=True),
+    )
 
 
 def run(
@@ -126,7 +101,7 @@ def run(
     minutes: float | None = None,
     console: Console | None = None,
 ) -> list[Path]:
-    """Check, measure, and write ``gpu_hardware_date`` as .json, .csv and two .svg.
+    """Check, measure, and write ``gpu_hardware_date`` as .json, .csv and .svg.
 
     Args:
         ops: Only these; the files are named after them, and replace none of a whole run.
@@ -171,9 +146,8 @@ def run(
     console.print(table(rows))
     written = [_save(rows, folder, subject)]
     written.append(files.write_text(written[0].with_suffix(".csv"), saved.as_csv(rows)))
-    for name, svg in plots(rows).items():
-        path = written[0].with_name(f"{written[0].stem}_{name}.svg")
-        written.append(files.write_text(path, svg))
+    drawn = written[0].with_name(f"{written[0].stem}_time.svg")
+    written.append(files.write_text(drawn, plot(rows)))
     for path in written:
         console.print(f"wrote {path}")
     return written
@@ -187,8 +161,7 @@ def configuration() -> str:
 
 def _save(rows: Sequence[Row], folder: Path, subject: str) -> Path:
     """Write rows and ratios so far, again and again: a run that is cut keeps what it measured."""
-    content: dict[str, list[Any]] = {"ratios": ratios(rows)}
-    content |= {"measuring": added_by_measuring(rows), "rows": list(rows)}
+    content = {"ratios": ratios(rows), "rows": list(rows)}
     return saved.save_json(content, folder, subject=subject, device="cuda")
 
 
@@ -205,7 +178,7 @@ def table(rows: Sequence[Row]) -> Table:
         lines.setdefault(tuple(row[key] for key in keys), {})[row["launch"]] = row
     for key, found in lines.items():
         cells = [_cell(found.get(launch)) for launch in LAUNCHES]
-        best = next((found[x] for x in (GRAPH, SERIES, EAGER) if x in found), {})
+        best = next((found[x] for x in (GRAPH, EAGER) if x in found), {})
         share = best.get("floor_share")
         shown.add_row(*map(str, key), *cells, "" if share is None else f"{share:.0%}")
     return shown

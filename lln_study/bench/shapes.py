@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from lln_study.bench import decoding, peers, step
-from lln_study.bench.cases import FORWARD, RECIPES, SLOTS, TRAINING, Case
+from lln_study.bench.cases import FORWARD, SLOTS, TRAINING, Case
 
 TOKENS, WIDE_TOKENS = 65_536, 32_768  # of heads of 64 and of 128
 EAGER, HOST, GRAPH, SERIES = "eager", "host", "graph", "series"
-LAUNCHES = (EAGER, HOST, GRAPH, SERIES)
+LAUNCHES = (EAGER, HOST, GRAPH)
 OURS = ("triton", "mixed", "eager")
 PASSES = (FORWARD, TRAINING)
 
@@ -44,7 +44,7 @@ FLOORS: dict[str, tuple[float, float]] = {
     # q and k of their own for far keys: k_far, v; q, k, v, q_far, out. Backwards: q_far, dO; q, k,
     # v, dO, dq, dk, dv, q_far, k_far and their gradients.
     "near_far_slots": (5 + 2 * SLOTS, 5 + 2 * SLOTS + 8 + 5 * SLOTS),
-    **dict.fromkeys(RECIPES, _RECOMMENDED),
+    "recommended": _RECOMMENDED,
 }
 
 
@@ -53,8 +53,8 @@ class Timed:
     """A case and how it is launched.
 
     From Python (``EAGER``), as a captured CUDA graph (``GRAPH``), or as one tenth of a graph of ten
-    calls in a row (``SERIES``): what a call costs inside a captured step, without its launch. The
-    time that Python alone takes to launch it is ``HOST``.
+    calls in a row (``SERIES``, for tiles): what a call costs inside a captured step, without its
+    launch. The time that Python alone takes to launch it is ``HOST``.
     """
 
     case: Case
@@ -118,7 +118,6 @@ _TARGETS = {
         "recommended": (step.OP,),
     },
     HOST: {"triton": ("bidirectional", "measured")},
-    SERIES: {},
 }
 
 
@@ -134,7 +133,7 @@ def _rank(timed: Timed) -> tuple[bool, int]:
 def _all_cases(quick: bool) -> list[Timed]:
     """65,536 tokens in sequences of every length, other settings, widths and dtypes, and batch 1.
 
-    Then what is not a call of attention: the statistics, steps of decoding and of training.
+    Then what is not a call of attention: steps of decoding and of training.
     """
     lengths = (4096, 16_384) if quick else (512, 2048, 4096, 16_384, 65_536)
     main = ("bidirectional", "lln_diag", "causal")
@@ -149,17 +148,14 @@ def _all_cases(quick: bool) -> list[Timed]:
     half = [c for op in main for c in _cases(op, "triton", (4096,), dtype="float16")]
     more = _cases("bidirectional", "flash", (4096,)) + _cases("causal", "flash", (4096,))
     more += [c for i in ("triton", "eager", "torch") for c in _cases("convolution", i, (4096,))]
-    timed += [Timed(case, SERIES) for case in half] + [Timed(case, GRAPH) for case in more]
-    timed += plain + [Timed(case, SERIES) for case in ours] + _others(quick)
+    timed += [Timed(case, GRAPH) for case in half + more] + plain + _steps(quick)
     return list(dict.fromkeys(timed))
 
 
-def _others(quick: bool) -> list[Timed]:
-    """The statistics alone, and steps: of decoding, and of training."""
-    statistics = replace(BASE, op="statistics", B=TOKENS // BASE.N)
-    found = [Timed(statistics, launch) for launch in (GRAPH, SERIES)]
+def _steps(quick: bool) -> list[Timed]:
+    """Steps of decoding, and of training."""
     decoded = decoding.decode_cases()
-    found += [Timed(case, launch) for case in decoded for launch in (GRAPH, EAGER, SERIES)]
+    found = [Timed(case, launch) for case in decoded for launch in (GRAPH, EAGER)]
     trained = step.step_cases(step.LENGTHS[-1:] if quick else step.LENGTHS)
     return found + [Timed(case, EAGER) for case in trained]
 
@@ -167,12 +163,11 @@ def _others(quick: bool) -> list[Timed]:
 def _settings(quick: bool) -> list[Timed]:
     """Large blocks, windows that overlap, near and far under one normaliser, the recommended."""
     lengths = (4096,) if quick else (512, 4096, 16_384)
-    ops = {
-        **dict.fromkeys(RECIPES, "triton"), "lln_diag_128": "triton", "lln_diag_256": "triton",
-        "lln_diag_overlap": "triton", "lln_diag_causal": "triton", "near_far": "triton",
-        "near_far_overlap": "triton", "near_far_causal": "triton", "near_far_slots": "triton",
-    }  # fmt: skip
-    cases = [case for op, impl in ops.items() for case in _cases(op, impl, lengths)]
+    ops = (
+        *("recommended", "lln_diag_128", "lln_diag_256", "lln_diag_overlap", "lln_diag_causal"),
+        *("near_far", "near_far_overlap", "near_far_causal", "near_far_slots"),
+    )
+    cases = [case for op in ops for case in _cases(op, "triton", lengths)]
     return [Timed(case, launch) for case in cases for launch in (GRAPH, EAGER)]
 
 
@@ -198,8 +193,7 @@ def _wide_heads() -> list[Timed]:
     cases = [case for op in ops for case in _cases(op, "triton", (4096,), **wide)]
     cases += _cases("bidirectional", "cudnn", (4096,), **wide)
     cases += _cases("causal", "cudnn", (4096,), **wide)
-    timed = [Timed(case, launch) for case in cases for launch in (GRAPH, EAGER)]
-    return timed + [Timed(case, SERIES) for case in cases if case.impl == "triton"]
+    return [Timed(case, launch) for case in cases for launch in (GRAPH, EAGER)]
 
 
 def _measured_scales(quick: bool) -> list[Timed]:
@@ -212,12 +206,7 @@ def _measured_scales(quick: bool) -> list[Timed]:
 
 
 def _other_libraries(quick: bool) -> list[Timed]:
-    """Linear attention of other libraries, where they are installed."""
+    """Linear attention of another library, where it is installed."""
     lengths = (4096, 16_384) if quick else (512, 4096, 16_384)
-    cases = [
-        case
-        for impl, op in peers.OPS.items()
-        if peers.installed(impl)
-        for case in _cases(op, impl, lengths)
-    ]
+    cases = _cases(peers.OP, peers.IMPL, lengths) if peers.installed() else []
     return [Timed(case, launch) for case in cases for launch in (GRAPH, EAGER)]

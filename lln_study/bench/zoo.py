@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from lln.device.capture import captured, free_generator
@@ -26,6 +25,7 @@ from lln.records import files, machine, saved
 from lln.records.rows import Row
 from lln.report.lines import Series
 from lln.report.many_lines import many_lines_plot
+from lln.report.progress import counting
 from lln_study.bench import sweep
 from lln_study.bench.cases import FORWARD, TRAINING, Case
 from lln_study.bench.check import CheckFailed
@@ -53,13 +53,7 @@ def run(
         console.print(f"device={device!r} is not there; --device cpu measures on this processor")
         raise SystemExit(1)
     cases = layer_cases(device=device, quick=quick, names=names)
-    bars = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    )
+    bars = counting(console)
     rows: list[Row] = []
     with bars:
         task = bars.add_task("correctness check", total=len(cases))

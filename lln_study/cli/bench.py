@@ -17,7 +17,6 @@ def bench(
     context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
     quick: Annotated[bool, typer.Option("--quick", help="Short lengths only.")] = False,
-    backward: Annotated[bool, typer.Option("--backward", help="Also fwd+bwd.")] = False,
     min_seconds: Annotated[float, typer.Option(help="Least time per case.")] = 1.0,
     load: Annotated[
         int, typer.Option(min=0, help="Busy processes beside it, as on a machine with other work.")
@@ -33,7 +32,7 @@ def bench(
     let_waiting_threads_sleep()
     from lln_study.bench.cpu import run
 
-    run(out, quick=quick, backward=backward, min_seconds=min_seconds, load=load)
+    run(out, quick=quick, min_seconds=min_seconds, load=load)
 
 
 @bench_app.command("gpu")
@@ -50,7 +49,7 @@ def bench_gpu(
 
     Time called from Python and from CUDA graphs, and share of the memory-bandwidth floor, for LLN,
     LLN+Diag, causal LLN, near and far keys, the recommended setting and decoding, beside softmax by
-    cuDNN and FlashAttention, and beside fla and flash_bla where they are installed; checks first
+    cuDNN and FlashAttention, and beside fla where it is installed; checks first
     and stops if a kernel is wrong. A training step of RoBERTa-base, too.
     """
     from lln_study.bench.gpu import run
@@ -69,9 +68,9 @@ def bench_targets(
 
     From the newest rows of `lln bench gpu`, as Markdown; – for what was not measured.
     """
-    from lln_study.paper.pages.targets import gpu_targets
+    from lln_study.paper.pages.targets import BLOCKS
 
-    typer.echo(gpu_targets(results))
+    typer.echo(BLOCKS["gpu_targets"](results))
 
 
 @bench_app.command("resources")

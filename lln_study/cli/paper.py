@@ -121,7 +121,7 @@ def report(
     import lln
     from lln.records import files, machine
     from lln.report.page import render
-    from lln_study.paper.pages.overview import page
+    from lln_study.paper.report import page
 
     about = {"lln": f"{lln.__version__}, commit {machine.commit()}", "rows from": str(results)}
     typer.echo(files.write_text(out, render(page(results, about))))

@@ -1,4 +1,4 @@
-"""Result rows as sweeps write them: read from ``results/*.jsonl``, grouped, averaged over seeds."""
+"""Result rows as sweeps write them: read from ``results/``, grouped, averaged over seeds."""
 
 from __future__ import annotations
 
@@ -89,6 +89,18 @@ def read_curves(folder: Path) -> list[Row]:
     paths = sorted(folder.glob("*.jsonl"))
     lines = (line for path in paths for line in read_rows(path))
     return [line for line in lines if line.get("rows") and line.keys() >= NEEDED]
+
+
+def newest(results: Path, subject: str) -> Path | None:
+    """The newest ``subject_hardware_date.json``, or None if there is none."""
+    found = sorted(results.glob(f"{subject}_*.json"), key=lambda path: path.stem.split("_")[-1])
+    return found[-1] if found else None
+
+
+def latest(results: Path, subject: str) -> dict[str, Any] | None:
+    """The content of that file."""
+    path = newest(results, subject)
+    return None if path is None else json.loads(path.read_text(encoding="utf-8"))
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> dict[Any, list[Row]]:
@@ -190,6 +202,23 @@ class Mean:
         """``91.2 ± 0.3``; the error only where there are several seeds."""
         error = "" if self.error is None else f" ± {self.error * factor:.{digits}f}"
         return f"{self.value * factor:.{digits}f}{error}"
+
+
+def shown(mean: Mean | None, digits: int = 1, factor: float = 1.0) -> str:
+    """The text of a mean in a table; – for none."""
+    return "–" if mean is None else mean.text(digits, factor)
+
+
+def value(mean: Mean | None) -> float | None:
+    """The number of a mean in a record."""
+    return None if mean is None else mean.value
+
+
+def record(name: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """What every record of a table begins with: the mechanism, and where its rows come from."""
+    first = rows[0]
+    options = first["configuration"].get("options") or {}
+    return {"mechanism": first["mechanism"], "name": name, "options": options, **origin(rows)}
 
 
 def origin(rows: Sequence[Row]) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def _device_answers() -> bool:
 def check(timed: Timed) -> None:
     """Compare the implementation of a case with the float64 definition.
 
-    The statistics are checked with the op that uses them; a step of training has no definition.
+    A step of training has no definition.
 
     Raises:
         CheckFailed: It computes something else.
@@ -104,7 +104,7 @@ def check(timed: Timed) -> None:
     case = timed.case
     if case.op == "decode":
         decoding.check(case)
-    elif case.op not in ("statistics", step.OP):
+    elif case.op != step.OP:
         check_calls([case])
 
 
@@ -132,14 +132,6 @@ def _call(timed: Timed, bandwidth: float) -> Columns:
     return {**_times(times), "peak_mb": round(peak, 1), "floor_share": share}
 
 
-def _statistics(timed: Timed, bandwidth: float) -> Columns:
-    from lln.moments import standard_deviations
-
-    q, k, _ = inputs(timed.case)
-    times = time_launch(lambda: standard_deviations(q, k), timed.launch)
-    return {**_times(times), "floor_share": _share(q.nbytes + k.nbytes, times, bandwidth)}
-
-
 def _decoding(timed: Timed, bandwidth: float) -> Columns:
     made = decoding.build(timed.case)
     times = time_launch(made.run, timed.launch)
@@ -150,7 +142,7 @@ def _training(timed: Timed, bandwidth: float) -> Columns:
     return _times(step.milliseconds(timed.case))
 
 
-MEASURED = {"statistics": _statistics, "decode": _decoding, step.OP: _training}
+MEASURED = {"decode": _decoding, step.OP: _training}
 
 
 def _times(found: list[float]) -> Columns:

@@ -24,7 +24,7 @@ GRAPHS, PYTHON, LIBRARIES, TRAINING = "graphs", "python", "libraries", "training
 
 def place(timed: Timed) -> str:
     """The process that measures a case: rivals of one launch share theirs with us."""
-    if timed.case.impl in peers.OPS:
+    if timed.case.impl == peers.IMPL:
         return LIBRARIES
     if timed.case.op == step.OP:
         return TRAINING
@@ -101,7 +101,7 @@ class Session:
         except Exception as error:
             if isinstance(error, measuring.DeviceLost):
                 worker.end()  # the next request starts it anew
-            if impl in peers.OPS:  # it is not ours to fix
+            if impl == peers.IMPL:  # it is not ours to fix
                 self.watch(f"{impl} is left out: {error}")
                 self._left_out.add(impl)
             elif isinstance(error, CheckFailed):

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -27,6 +26,7 @@ from lln.ops.common.kernels import tiles
 from lln.ops.window.local import Local
 from lln.records import machine, saved
 from lln.records.rows import Row
+from lln.report.progress import counting
 from lln_study.bench.cases import DIAG_BLOCK, TAPS, WIDE_BLOCK
 from lln_study.bench.kernels.offline import (
     ARCHITECTURES,
@@ -394,8 +394,7 @@ def run(
         console.width = 200  # a file or a pipe has no edge to wrap at
     check_toolchain(arch)
     cases = resource_cases(arch, ops=ops, widths=widths, dtypes=dtypes, masked=masked)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, TimeElapsedColumn(), console=console) as bars:
+    with counting(console) as bars:
         task = bars.add_task("compiling", total=len(cases))
         watch = lambda name: bars.update(task, description=name, advance=1)  # noqa: E731
         rows = compile_all(cases, arch, jobs=jobs or os.cpu_count() or 1, watch=watch)

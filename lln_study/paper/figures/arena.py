@@ -8,14 +8,14 @@ from lln.report.canvas import Axis
 from lln.report.panels import Curve, Panel
 from lln_study.paper.accuracy import at_best_rate, rate
 from lln_study.paper.results import Row, grouped, in_paper_order
-from lln_study.paper.tables.arena import NAMES, comparable, shown
+from lln_study.paper.tables.arena import NAMES, comparable, name_of
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
     """A panel per task, a curve per mechanism: the first seed at the rate of the table."""
     by_task = comparable(rows)
     everything = [row for own in by_task.values() for row in own]
-    names = list(dict.fromkeys(shown(row) for row in sorted(everything, key=in_paper_order)))
+    names = list(dict.fromkeys(name_of(row) for row in sorted(everything, key=in_paper_order)))
     return [
         panel for task, own in by_task.items() if (panel := _panel(task, own, names)) is not None
     ]
@@ -23,7 +23,7 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
 
 def _panel(task: str, rows: Sequence[Row], names: Sequence[str]) -> Panel | None:
     curves, chosen = [], []
-    found = grouped(rows, shown)
+    found = grouped(rows, name_of)
     for slot, name in enumerate(names):
         best = at_best_rate(found[name]) if name in found else []
         drawn = [row for row in best if ((row.get("curves") or {}).get("valid") or {}).get("step")]

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from lln.nn import RECOMMENDED
 from lln.report.canvas import Axis
 from lln.report.panels import Curve, Panel
 from lln_study.paper.figures.from_results import RunFigure
-from lln_study.paper.figures.loss_scale import falls, once, overflows
+from lln_study.paper.figures.loss_scale import once
 from lln_study.paper.results import Row, grouped, in_paper_order, mechanism, was_alone
 
 # What may differ between runs that are compared: the attention, and what was chosen for each.
@@ -28,14 +29,15 @@ COMPARED = frozenset(
 UPDATES, SECONDS = Axis("updates"), Axis("seconds of training")
 NATS = Axis("nats per hidden token")
 MOST = 6  # lines of a panel that can be told apart
-KEPT = {
-    (name, json.dumps(dict(options), sort_keys=True))
-    for name, options in (
-        *((name, {}) for name in ("softmax", "block_diag", "lln", "lln_diag")),
-        ("softmax", {"conv": RECOMMENDED["conv"]}),
-        ("lln_diag", RECOMMENDED),
-    )
-}
+# Mechanisms with their options that are drawn where there are more.
+SHOWN: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("softmax", {}),
+    ("softmax", {"conv": RECOMMENDED["conv"]}),
+    ("block_diag", {}),
+    ("lln", {}),
+    ("lln_diag", {}),
+    ("lln_diag", RECOMMENDED),
+)
 NEAR = 1.5  # times the best last loss: up to there the ends of curves can be told apart
 
 
@@ -70,7 +72,7 @@ def losses(lines: Sequence[Row]) -> list[Panel]:
     """Fig. 8a: training and validation loss against updates, and validation against time.
 
     Of longer inputs than those of the largest comparison only the last, one for each length. Of
-    more than six mechanisms those of :data:`KEPT`, named at their lines; the table has all.
+    more than six mechanisms those of :data:`SHOWN`, named at their lines; the table has all.
     """
     wide = [line for line in lines if line["configuration"].get("precision") != "fp16"]
     chosen = _comparable(wide)
@@ -82,7 +84,7 @@ def losses(lines: Sequence[Row]) -> list[Panel]:
     others = [own for own in others if len(own) > 1]
     chosen, left_out = _few(chosen)
     others = [_few(own)[0] for own in others]
-    names = dict.fromkeys(_label(line) for own in (chosen, *others) for line in own)
+    names = dict.fromkeys(label(line) for own in (chosen, *others) for line in own)
     slots = {name: slot for slot, name in enumerate(names)}
     drawn = [replace(panel, note=panel.note + left_out) for panel in _losses(chosen, slots)]
     return drawn + [
@@ -97,16 +99,17 @@ def _few(chosen: list[Row]) -> tuple[list[Row], str]:
     """Few enough lines to be told apart, and which are left out, in words."""
     if len(chosen) <= MOST:
         return chosen, ""
-    kept = [line for line in chosen if _kind(line) in KEPT]
-    names = ", ".join(mechanism(line) for line in chosen if _kind(line) not in KEPT)
+    kept = [line for line in chosen if _is_shown(line)]
+    names = ", ".join(mechanism(line) for line in chosen if not _is_shown(line))
     return (kept, f" Not drawn: {names}.") if len(kept) > 1 else (chosen, "")
 
 
-def _kind(line: Row) -> tuple[str, str]:
-    return line["mechanism"], json.dumps(line["configuration"].get("options") or {}, sort_keys=True)
+def _is_shown(line: Row) -> bool:
+    own = line["configuration"].get("options") or {}
+    return any(line["mechanism"] == name and own == options for name, options in SHOWN)
 
 
-def _label(line: Row) -> str:
+def label(line: Row) -> str:
     """The name of a mechanism, short for the options that we recommend."""
     own = line["configuration"].get("options") or {}
     return "LLN+Diag, recommended" if own == RECOMMENDED else mechanism(line)
@@ -128,7 +131,7 @@ def _losses(chosen: Sequence[Row], slots: Mapping[str, int]) -> list[Panel]:
             if x == "seconds" and not was_alone(line):
                 continue
             own = [row for row in line["rows"] if row.get("kind") == kind and row["step"] > 0]
-            name = _label(line)
+            name = label(line)
             curve = _curve(name, own, "loss", slot=slots[name], x=x)
             curves.append(replace(curve, named=True))
         if curves:
@@ -169,13 +172,11 @@ def loss_scale(lines: Sequence[Row]) -> list[Panel]:
         for quantity, rows, curves in (("inverse", turned, inverse), ("loss", own, loss)):
             curve = _curve(mechanism(line), rows, quantity, slot=slot)
             curves.append(replace(curve, named=True))
-    note = f"{falls(inverse)} A step up would be gradients that overflowed. {_scale(chosen[0])}"
-    scale = Axis("1 / loss scale", log=True)
+    note, scale = _scale(chosen[0]), Axis("1 / loss scale", log=True)
+    overflow = f"A step up would be gradients that overflowed. {note}"
     return [
-        Panel(
-            f"Inverse loss scale, float16{overflows(inverse)}", once(inverse), UPDATES, scale, note
-        ),
-        Panel("Training loss, float16", loss, UPDATES, NATS, _scale(chosen[0])),
+        Panel("Inverse loss scale, float16", once(inverse), UPDATES, scale, overflow),
+        Panel("Training loss, float16", loss, UPDATES, NATS, note),
     ]
 
 

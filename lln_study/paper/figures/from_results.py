@@ -14,11 +14,12 @@ from lln.report.canvas import Axis
 from lln.report.panels import Curve, Panel
 from lln_study.paper.accuracy import is_fixed
 from lln_study.paper.figures import arena as arena_figure
-from lln_study.paper.figures.loss_scale import falls, once
+from lln_study.paper.figures.loss_scale import once
 from lln_study.paper.results import NAMES, Mean, Row, grouped, options
 from lln_study.paper.values import FIGURE_9_RANGE
 
 SYMBOLS = {"alpha": "α", "beta": "β"}
+SETTING = ("recipe", "layers", "width", "length", "steps", "batch_size", "data", "precision")
 
 
 def _vit(rows: Sequence[Row]) -> list[Row]:
@@ -27,9 +28,12 @@ def _vit(rows: Sequence[Row]) -> list[Row]:
 
 def _largest(rows: Sequence[Row]) -> list[Row]:
     """Runs of one model, data set and number of steps: those that there are most of."""
-    names = ("recipe", "layers", "width", "length", "steps", "batch_size", "data", "precision")
-    same = grouped(rows, lambda row: str([row["configuration"].get(name) for name in names]))
+    same = grouped(rows, lambda row: str(_fields(row, SETTING)))
     return max(same.values(), key=len) if same else []
+
+
+def _fields(row: Row, names: Sequence[str]) -> list[Any]:
+    return [row["configuration"].get(name) for name in names]
 
 
 def scales_in_training(rows: Sequence[Row]) -> list[Panel]:
@@ -113,24 +117,13 @@ def accuracy_of_scales(rows: Sequence[Row]) -> list[Panel]:
 
 def _like(rows: Sequence[Row], example: Row, mechanism: str | None = None) -> list[Row]:
     """Runs in the setting of ``example`` with default options."""
-    names = (
-        "recipe",
-        "layers",
-        "width",
-        "length",
-        "steps",
-        "batch_size",
-        "data",
-        "precision",
-        "learning_rate",
-    )
-    wanted = [example["configuration"].get(name) for name in names]
+    names = (*SETTING, "learning_rate")
     return [
         row
         for row in _vit(rows)
         if row["mechanism"] == (mechanism or example["mechanism"])
         and not row["configuration"].get("options")
-        and [row["configuration"].get(name) for name in names] == wanted
+        and _fields(row, names) == _fields(example, names)
     ]
 
 
@@ -151,8 +144,7 @@ def loss_scale(rows: Sequence[Row]) -> list[Panel]:
         inverse = [1 / value for value in curve["loss_scale"]]
         curves.append(Curve(label, curve["step"], inverse, slot=slot + 1))
     axes = Axis("step"), Axis("1 / loss scale", log=True)
-    note = falls(curves)
-    return [Panel("Inverse loss scale, deit-tiny in fp16", once(curves), *axes, note)]
+    return [Panel("Inverse loss scale, deit-tiny in fp16", once(curves), *axes)]
 
 
 def _scale_of(row: Row) -> float:

@@ -3,7 +3,7 @@
 ``python -m lln_study.paper.figures.questions [RESULTS_FOLDER]`` runs them.
 
 Each function yields the rows of one table; they are kept in ``results/questions_…json`` and written
-into the page by :mod:`lln_study.paper.pages.questions`. A few minutes on one core.
+into the page by :mod:`lln_study.paper.pages.formulas`. A few minutes on one core.
 """
 
 from __future__ import annotations

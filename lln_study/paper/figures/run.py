@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 import lln
 from lln.device.threads import one_thread
@@ -15,6 +15,7 @@ from lln.records import files, machine, saved
 from lln.records.rows import Row
 from lln.report.page import Page, Plot, Plots, Section, Text, render
 from lln.report.panels import as_files, as_page_plots
+from lln.report.progress import counting
 from lln_study.paper.figures import FIGURES
 from lln_study.paper.figures.drawing import PANELS
 
@@ -31,13 +32,7 @@ def run(
     console = console or Console()
     computed: dict[str, list[Row]] = {}
     written: list[Path] = []
-    bars = Progress(
-        TextColumn("{task.description}", style="bold"),
-        BarColumn(),
-        TextColumn("{task.percentage:3.0f}%"),
-        TimeElapsedColumn(),
-        console=console,
-    )
+    bars = counting(console)
     with bars, one_thread():
         facts = machine.facts()
         for name in names:

@@ -6,11 +6,12 @@ A block is a function from the folder of results to Markdown. It links to pictur
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from lln_study.paper.results import latest, newest, origin_text
 
 Row = Mapping[str, Any]
 Blocks = Mapping[str, Callable[[Path], str]]
@@ -30,18 +31,6 @@ def rewrite(text: str, results: Path, blocks: Blocks, link: str = "results") -> 
     return re.sub(r"<!-- measured: (\w+) -->\n.*?<!-- end -->", block, text, flags=re.S)
 
 
-def newest(results: Path, subject: str) -> Path | None:
-    """The newest ``subject_hardware_date.json``, or None if there is none."""
-    found = sorted(results.glob(f"{subject}_*.json"), key=lambda path: path.stem.split("_")[-1])
-    return found[-1] if found else None
-
-
-def latest(results: Path, subject: str) -> dict[str, Any] | None:
-    """The content of that file."""
-    path = newest(results, subject)
-    return None if path is None else json.loads(path.read_text(encoding="utf-8"))
-
-
 def picture(results: Path, subject: str, words: str, ending: str = "") -> str:
     """The plot that was saved beside the rows, as a paragraph of its own; nothing without one."""
     path = newest(results, subject)
@@ -55,6 +44,11 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     """A table with its first column left-aligned and the others right-aligned."""
     lines = [columns, ["---", *("---:" for _ in columns[1:])], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def where(rows: Iterable[Row], fields: Mapping[str, Any]) -> list[Row]:
+    """The rows that have these values."""
+    return [row for row in rows if all(row.get(name) == fields[name] for name in fields)]
 
 
 def listed(rows: Iterable[Row], columns: Mapping[str, str]) -> str:
@@ -76,6 +70,11 @@ def crossed(corner: str, cells: Mapping[tuple[str, str], str]) -> str:
     return markdown_table([corner, *columns], made)
 
 
+def sourced(table: str, rows: Sequence[Row]) -> str:
+    """A table of result rows with where they come from."""
+    return f"{table}\n\n({origin_text(rows)})" if rows else NOTHING_YET
+
+
 def origin(rows: Sequence[Row]) -> str:
     """Where the rows of a file come from: how they were measured, device, versions, commits."""
     first = rows[0]
@@ -85,14 +84,20 @@ def origin(rows: Sequence[Row]) -> str:
 
 
 def from_file(
-    subject: str, table: Callable[[Sequence[Row]], str], part: str = "rows"
+    subject: str, table: Callable[[Any], str], part: str = "rows", *, whole: bool = False
 ) -> Callable[[Path], str]:
-    """The block of a table of the newest file of a subject, with where its rows come from."""
+    """The block of a table of the newest file of a subject, with where its rows come from.
+
+    Args:
+        part: The rows that ``table`` is given.
+        whole: Give it all of the file instead.
+    """
 
     def block(results: Path) -> str:
         content = latest(results, subject)
         if content is None:
             return NOTHING_YET
-        return f"{table(content[part])}\n\n({origin(content[part])}, {content['date']})"
+        made = table(content if whole else content[part])
+        return f"{made}\n\n({origin(content[part])}, {content['date']})"
 
     return block

@@ -8,64 +8,65 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lln.nn import RECOMMENDED, recommended
-from lln.report.numbers import three_digits
 from lln_study.paper.pages.blocks import NOTHING_YET, Blocks, markdown_table
 from lln_study.paper.results import as_published, read, record_of
 from lln_study.paper.tables import table as tables
 from lln_study.paper.tables.arena import AVERAGED, NAMES
 
 Record = Mapping[str, Any]
-SMALL_TASKS = ("rte", "mrpc")  # at the level of the majority for all
 CORRELATIONS = ("cola", "stsb")
-# Nats of a model that knows little more than how frequent words are.
-PLATEAU = 6.5
-ON_PLATEAU = "† Still on the plateau of its start: it learns later, its final loss is not known."
-
-
-@dataclass(frozen=True)
-class Model:
-    """A mechanism with its options, or as it was published; and what it is called."""
-
-    words: str
-    mechanism: str
-    options: Mapping[str, Any] | None = None
-
-    def record(self, records: Sequence[Record]) -> Record | None:
-        if self.options is None:
-            return as_published(records).get(self.mechanism)
-        return record_of(records, self.mechanism, self.options)
-
-
+SOFTMAX, WITH_CONV = "softmax", "softmax + conv"
+PAPER, BEST, WIDE = "LLN+Diag (paper)", "LLN+Diag (recommended)", "LLN+Diag (blocks of 256)"
 WIDE_OPTIONS = recommended("encoder", version=2)
-WITHOUT_CONV = {name: value for name, value in WIDE_OPTIONS.items() if name != "conv"}
-SOFTMAX = Model("softmax", "softmax")
-SOFTMAX_CONV = Model("softmax + conv", "softmax", {"conv": RECOMMENDED["conv"]})
-PAPER = Model("LLN+Diag (paper)", "lln_diag")
-BEST = Model("LLN+Diag (recommended)", "lln_diag", RECOMMENDED)
-WIDE = Model("LLN+Diag (blocks of 256)", "lln_diag", WIDE_OPTIONS)
+# Words -> mechanism and options; without options as it was published.
+MODELS: Mapping[str, tuple[str, Mapping[str, Any] | None]] = {
+    SOFTMAX: ("softmax", None),
+    WITH_CONV: ("softmax", {"conv": RECOMMENDED["conv"]}),
+    PAPER: ("lln_diag", None),
+    BEST: ("lln_diag", RECOMMENDED),
+    WIDE: ("lln_diag", WIDE_OPTIONS),
+    "LLN+Diag (blocks of 256, no conv)": (
+        "lln_diag",
+        {name: value for name, value in WIDE_OPTIONS.items() if name != "conv"},
+    ),
+    "LLN+Diag (blocks of 16)": ("lln_diag", {"diag_block": 16}),
+    "LLN+Diag (blocks of 32)": ("lln_diag", {"diag_block": 32}),
+    "Diag alone": ("block_diag", None),
+    "LLN alone": ("lln", None),
+    "Linformer": ("linformer", None),
+    "PolaFormer": ("polaformer", None),
+}
 PAIRS = (
     (PAPER, SOFTMAX),
     (BEST, SOFTMAX),
-    (BEST, SOFTMAX_CONV),
-    (WIDE, SOFTMAX_CONV),
+    (BEST, WITH_CONV),
+    (WIDE, WITH_CONV),
     (WIDE, BEST),
-    (Model("LLN+Diag (blocks of 256, no conv)", "lln_diag", WITHOUT_CONV), SOFTMAX),
-    (PAPER, Model("Diag alone", "block_diag")),
-    (Model("LLN alone", "lln"), SOFTMAX),
-    (Model("LLN+Diag (blocks of 16)", "lln_diag", {"diag_block": 16}), PAPER),
-    (Model("LLN+Diag (blocks of 32)", "lln_diag", {"diag_block": 32}), PAPER),
-    (PAPER, Model("Linformer", "linformer")),
-    (BEST, Model("PolaFormer", "polaformer")),
+    ("LLN+Diag (blocks of 256, no conv)", SOFTMAX),
+    (PAPER, "Diag alone"),
+    ("LLN alone", SOFTMAX),
+    ("LLN+Diag (blocks of 16)", PAPER),
+    ("LLN+Diag (blocks of 32)", PAPER),
+    (PAPER, "Linformer"),
+    (BEST, "PolaFormer"),
 )
+LOSS, GLUE, VISION = "loss of pre-training", "GLUE, average, %", "ViT on Dogs vs Cats, %"
+ARENA = f"Long Range Arena, average of {len(AVERAGED)} tasks, %"
+# What README shows, and of which LLN+Diag.
+SHOWN = {
+    f"{LOSS}, 6 × 512, N = 512": BEST,
+    f"{LOSS}, 6 × 512, N = 8,192": BEST,
+    GLUE: BEST,
+    VISION: PAPER,
+    ARENA: PAPER,
+}
 
 
-@dataclass(frozen=True)
-class Value:
+class Value(NamedTuple):
     """A number of a table: its error, None if nothing tells it, and its seeds of training."""
 
     number: float
@@ -73,29 +74,18 @@ class Value:
     seeds: int
 
 
-@dataclass(frozen=True)
-class Measure:
-    """What models are compared by: the records of a table, and the value of one of them."""
-
-    name: str
-    records: Sequence[Record]
-    value: Callable[[Record], Value | None]
-    digits: int = 1
-
-    def of(self, model: Model) -> Value | None:
-        record = model.record(self.records)
-        return None if record is None else self.value(record)
+Values = dict[str, Value]  # by the words of a model
 
 
 def claims(results: Path) -> str:
     """A line per measure and pair of models that have a number in it."""
     lines = []
-    for measure in (*_losses(results), *_glue(results), *_vision(results), *_arena(results)):
-        for pair in PAIRS:
-            ours, theirs = (measure.of(model) for model in pair)
-            if ours is not None and theirs is not None:
-                words = f"{measure.name}: {pair[0].words} – {pair[1].words}"
-                lines.append([words, *_compared(ours, theirs, measure.digits)])
+    for measure, values in measures(results).items():
+        digits = 3 if measure.startswith(LOSS) else 1
+        for ours, theirs in PAIRS:
+            if ours in values and theirs in values:
+                compared = _compared(values[ours], values[theirs], digits)
+                lines.append([f"{measure}: {ours} – {theirs}", *compared])
     columns = ["claim", "ours", "theirs", "difference", "seeds"]
     return markdown_table(columns, lines) if lines else NOTHING_YET
 
@@ -108,13 +98,53 @@ def _compared(ours: Value, theirs: Value, digits: int) -> list[str]:
     return [*numbers, difference, str(min(ours.seeds, theirs.seeds))]
 
 
-def _losses(results: Path) -> list[Measure]:
-    found = []
+def best(results: Path) -> str:
+    """README's table: softmax, softmax with the same convolution, and LLN+Diag, at our largest."""
+    found = measures(results)
+    lines = []
+    for measure, ours in SHOWN.items():
+        values = found.get(measure, {})
+        digits = 2 if measure.startswith(LOSS) else 1
+        if ours in values:
+            cells = [
+                f"{values[model].number:.{digits}f}" if model in values else "–"
+                for model in (SOFTMAX, WITH_CONV, ours)
+            ]
+            words = f"{measure} (recommended)" if ours == BEST else measure
+            lines.append([words, *cells])
+    columns = ["", "softmax", "softmax + conv", "LLN+Diag"]
+    return markdown_table(columns, lines) if lines else NOTHING_YET
+
+
+def measures(results: Path) -> dict[str, Values]:
+    """What models are compared by, and their values."""
+    found = {}
     for table in tables.make("pretraining", results):
         about = table.records[0]["configuration"]
         if about.get("precision") != "fp16":
             size = f"{about['layers']} × {about['width']}, N = {about['length']:,}"
-            found.append(Measure(f"loss of pre-training, {size}", table.records, _loss, digits=3))
+            found[f"{LOSS}, {size}"] = _values(table.records, _loss)
+    examples = {row["configuration"]["task"]: row["test_examples"] for row in read(results, "glue")}
+    for table in tables.make("1", results)[:1]:
+        found[GLUE] = _values(table.records, lambda row: _glue(row, examples))
+    for table in tables.make("3", results)[:1]:
+        found[VISION] = _values(table.records, _vision)
+    for table in tables.make("5", results)[:1]:
+        parts = {f"Long Range Arena, {NAMES[task]}, %": (task,) for task in AVERAGED}
+        for name, tasks in {**parts, ARENA: AVERAGED}.items():
+            found[name] = _values(table.records, lambda row, own=tasks: _arena(row, own))
+    return found
+
+
+def _values(records: Sequence[Record], value: Callable[[Record], Value | None]) -> Values:
+    """The values of the models that have a record."""
+    published = as_published(records)
+    found = {}
+    for words, (name, options) in MODELS.items():
+        record = published.get(name) if options is None else record_of(records, name, options)
+        known = None if record is None else value(record)
+        if known is not None:
+            found[words] = known
     return found
 
 
@@ -122,50 +152,26 @@ def _loss(row: Record) -> Value:
     return Value(row["loss"], row["standard_errors"]["loss"], len(row["seeds"]))
 
 
-def _glue(results: Path) -> list[Measure]:
-    examples = {row["configuration"]["task"]: row["test_examples"] for row in read(results, "glue")}
-    kept = {task: count for task, count in examples.items() if task not in SMALL_TASKS}
-
-    def average(row: Record, of: Mapping[str, int]) -> Value | None:
-        """One seed of pre-training is behind the scores, however often it was fine-tuned."""
-        if row["average"] is None:  # lacks a task that others have
-            return None
-        return _mean({task: row[task] for task in of if task in row}, row["standard_errors"], of, 1)
-
-    records = [record for table in tables.make("1", results)[:1] for record in table.records]
-    return [
-        Measure("GLUE, average, %", records, lambda row: average(row, examples)),
-        Measure("GLUE without RTE and MRPC, %", records, lambda row: average(row, kept)),
-    ]
+def _glue(row: Record, examples: Mapping[str, int]) -> Value | None:
+    """One seed of pre-training is behind the scores, however often it was fine-tuned."""
+    if row["average"] is None:  # lacks a task that others have
+        return None
+    scores = {task: row[task] for task in examples if task in row}
+    return _mean(scores, row["standard_errors"], examples, 1)
 
 
-def _vision(results: Path) -> list[Measure]:
-    def accuracy(row: Record) -> Value:
-        examples = {"": row["configuration"]["examples"]["test"]}
-        errors = {"": row["standard_error"]}
-        return _mean({"": row["accuracy"]}, errors, examples, len(row["seeds"]))
-
-    found = tables.make("3", results)[:1]
-    return [Measure("ViT on Dogs vs Cats, %", table.records, accuracy) for table in found]
+def _vision(row: Record) -> Value:
+    examples = row["configuration"]["examples"]
+    errors = {"test": row["standard_error"]}
+    return _mean({"test": row["accuracy"]}, errors, examples, len(row["seeds"]))
 
 
-def _arena(results: Path) -> list[Measure]:
-    def accuracy(row: Record, tasks: Sequence[str]) -> Value | None:
-        if any(row.get(task) is None for task in tasks):
-            return None
-        examples = {task: row["configurations"][task]["examples"]["test"] for task in tasks}
-        scores = {task: row[task] for task in tasks}
-        return _mean(scores, row["standard_errors"], examples, len(row["seeds"]))
-
-    shown = {NAMES[task]: [task] for task in AVERAGED}
-    shown[f"average of {len(AVERAGED)} tasks"] = list(AVERAGED)
-    return [
-        Measure(
-            f"Long Range Arena, {name}, %", table.records, lambda row, own=own: accuracy(row, own)
-        )
-        for table in tables.make("5", results)[:1]
-        for name, own in shown.items()
-    ]
+def _arena(row: Record, tasks: Sequence[str]) -> Value | None:
+    if any(row.get(task) is None for task in tasks):
+        return None
+    examples = {task: row["configurations"][task]["examples"]["test"] for task in tasks}
+    scores = {task: row[task] for task in tasks}
+    return _mean(scores, row["standard_errors"], examples, len(row["seeds"]))
 
 
 def _mean(
@@ -181,55 +187,6 @@ def _mean(
         parts.append(math.hypot(errors.get(task) or 0, spread / math.sqrt(examples[task])))
     mean = sum(scores.values()) / len(scores)
     return Value(100 * mean, 100 * math.hypot(*parts) / len(parts), seeds)
-
-
-def _steps(results: Path) -> list[Measure]:
-    """Time and memory of a training step at the longest input."""
-    records = [record for table in tables.make("2", results)[:1] for record in table.records]
-    longest = max((int(N) for row in records for N in row["milliseconds"]), default=0)
-
-    def value(row: Record, name: str, unit: float) -> Value | None:
-        number = row[name].get(str(longest))
-        return None if number is None else Value(number / unit, None, 1)
-
-    step = f"training step of RoBERTa-base, N = {longest:,}"
-    return [
-        Measure(f"{step}, ms", records, lambda row: value(row, "milliseconds", 1)),
-        Measure(f"{step}, memory, GiB", records, lambda row: value(row, "peak_mb", 1024)),
-    ]
-
-
-def best(results: Path) -> str:
-    """README's table: softmax, softmax with the same convolution, and LLN+Diag, at our largest."""
-    losses = [measure for measure in _losses(results) if measure.of(BEST)]
-    widest = max((_width(measure) for measure in losses), default=0)
-    shown = [(each, BEST, ".2f") for each in reversed(losses) if _width(each) == widest]
-    shown += [(each, BEST, ".1f") for each in _glue(results)[:1]]
-    shown += [(each, PAPER, ".1f") for each in (*_vision(results), *_arena(results)[-1:])]
-    shown += [(each, PAPER, form) for each, form in zip(_steps(results), ("", ".1f"), strict=True)]
-    lines = []
-    for measure, ours, form in shown:
-        cells = [_cell(measure.of(model), form) for model in (SOFTMAX, SOFTMAX_CONV, ours)]
-        if cells[2] != "–":
-            name = f"{measure.name} (recommended)" if ours is BEST else measure.name
-            lines.append([name, *cells])
-    if not lines:
-        return NOTHING_YET
-    table = markdown_table(["", "softmax", "softmax + conv", "LLN+Diag"], lines)
-    return f"{table}\n\n{ON_PLATEAU}" if "†" in table else table
-
-
-def _width(measure: Measure) -> int:
-    return measure.records[0]["configuration"]["width"]
-
-
-def _cell(value: Value | None, form: str) -> str:
-    if value is None:
-        return "–"
-    if not form:
-        return three_digits(value.number)
-    is_on_plateau = form == ".2f" and value.number > PLATEAU
-    return format(value.number, form) + (" †" if is_on_plateau else "")
 
 
 BLOCKS: Blocks = {"claims": claims, "best": best}

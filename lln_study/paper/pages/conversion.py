@@ -1,31 +1,37 @@
-"""The measured blocks of conversion beside its table: the best, positions, decoding, GLUE."""
+"""The measured blocks of conversion beside its table: the best, needles, positions, GLUE."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
-from lln_study.paper.pages.blocks import NOTHING_YET, Blocks, crossed, listed, markdown_table
-from lln_study.paper.results import Row, grouped, origin_text, read
+from lln_study.paper.pages.blocks import NOTHING_YET, Blocks, crossed, listed, sourced, where
+from lln_study.paper.results import Row, grouped, read
 from lln_study.paper.tables.conversion import kept
 from lln_study.paper.tables.glue import TASKS
 
 # The pre-training whose checkpoint was converted, on the device that it was trained on.
 TEACHER = {"options": {}, "recipe": "roberta-small", "length": 512, "steps": 15300, "seed": 1}
+BEST = {
+    "converted model": "{model}",
+    "near keys": "{near_keys:,}",
+    "softmax kept": "{kept}",
+    "tokens": "{millions:.1f}M",
+    "held-out text": "{ours}",
+    "softmax": "{theirs}",
+}
 
 
 def positions(results: Path) -> str:
     """Nats a token against the tokens before it, of converted decoders and their teachers."""
-    rows = [row for row in read(results, "conversion") if row.get("loss_by_position")]
     made = []
-    for own in grouped(rows, _edges).values():
+    for rows in grouped(_with(results, "loss_by_position"), _edges).values():
         found = {
             (words, f"{part['from']:,}–{part['to']:,}"): f"{part['nll']:.2f}"
-            for row in own
+            for row in rows
             for name, words in _both(row).items()
             for part in row["loss_by_position"][name]
         }
-        made.append(f"{crossed('tokens before', found)}\n\n({origin_text(own)})")
+        made.append(sourced(crossed("tokens before", found), rows))
     return "\n\n".join(made) or NOTHING_YET
 
 
@@ -35,41 +41,27 @@ def _edges(row: Row) -> tuple[int, ...]:
 
 def needles(results: Path) -> str:
     """How often a sentence that stands so many tokens back is repeated exactly, in per cent."""
-    rows = [row for row in read(results, "conversion") if row.get("needles")]
+    rows = _with(results, "needles")
     found = {
         (_both(row)[one["model"]], f"{one['distance']:,}"): f"{100 * one['exact']:.0f}"
         for row in rows
         for one in row["needles"]
         if one["distance"]
     }
-    return f"{crossed('tokens back', found)}\n\n({origin_text(rows)})" if rows else NOTHING_YET
+    return sourced(crossed("tokens back", found), rows)
+
+
+def _with(results: Path, column: str) -> list[Row]:
+    return [row for row in read(results, "conversion") if row.get(column)]
 
 
 def _both(row: Row) -> dict[str, str]:
     """The names of a converted model and of its teacher."""
-    return {"teacher": f"{row['model']}, softmax", "student": f"{row['model']}, {_words(row)}"}
-
-
-def decoding(results: Path) -> str:
-    """Time of a token and size of the cache against the tokens before it."""
-    found = [row for row in read(results, "conversion") if row.get("decode_cost")]
-    if not found:
-        return NOTHING_YET
-    costs = []
-    for row in found:
-        for cost in row["decode_cost"]:
-            sizes = {name: cost[f"{name}_cache"] / 1e6 for name in ("teacher", "student")}
-            costs.append({**cost, **sizes, "model": row["model"], "near_keys": row["near_keys"]})
-    columns = {
-        "model": "{model}",
-        "near keys": "{near_keys:,}",
-        "context": "{context:,}",
-        "softmax, MB": "{teacher:,.1f}",
-        "converted, MB": "{student:,.1f}",
-        "softmax, ms": "{teacher_ms:.0f}",
-        "converted, ms": "{student_ms:.0f}",
-    }
-    return f"{listed(costs, columns)}\n\n({origin_text(found)})"
+    maps = ", maps before rotation" if row["options"].get("before_rotation") else ""
+    near = f", {row['near_keys']:,} near keys" if row["near_keys"] else ""
+    layers = f", {len(row['kept'])} layers kept" if row["kept"] else ""
+    words = f"{row['attention']}{maps}{near}, {row['recover_steps']} updates of recovery{layers}"
+    return {"teacher": f"{row['model']}, softmax", "student": f"{row['model']}, {words}"}
 
 
 def finetuned(results: Path) -> str:
@@ -78,31 +70,24 @@ def finetuned(results: Path) -> str:
     if not ours:
         return NOTHING_YET
     given = {row["configuration"]["task"] for row in ours}
-    tasks = [task for task in TASKS if task in given]
+    taught = {"attention": "softmax", **TEACHER}
     theirs = [
         row
         for row in read(results, "glue")
-        if row["configuration"]["task"] in tasks and _is_taught_from(row)
+        if row["configuration"]["task"] in given
+        and where([row["configuration"].get("pretrained") or {}], taught)
     ]
-    lines = []
+    found = {}
     for words, rows in (("softmax", theirs), ("converted", ours)):
         by_task = grouped(rows, lambda row: row["configuration"]["task"])
-        scores = [_mean(row["score"] for row in by_task[task]) for task in tasks]
-        lines.append([words, *(f"{100 * each:.1f}" for each in (*scores, _mean(scores)))])
-    names = ["RoBERTa 6 × 512, %", *(TASKS[task] for task in tasks), "average"]
-    return f"{markdown_table(names, lines)}\n\n({origin_text([*theirs, *ours])})"
+        means = {TASKS[task]: _mean(by_task[task]) for task in TASKS if task in given}
+        means["average"] = sum(means.values()) / len(means)
+        found |= {(words, name): f"{100 * mean:.1f}" for name, mean in means.items()}
+    return sourced(crossed("RoBERTa 6 × 512, %", found), [*theirs, *ours])
 
 
-def _is_taught_from(row: Row) -> bool:
-    """Whether a fine-tuning starts from the pre-training that was converted."""
-    before = row["configuration"].get("pretrained") or {}
-    wanted = {"attention": "softmax", **TEACHER}
-    return all(before.get(name) == value for name, value in wanted.items())
-
-
-def _mean(values: Iterable[float]) -> float:
-    known = list(values)
-    return sum(known) / len(known)
+def _mean(rows: list[Row]) -> float:
+    return sum(row["score"] for row in rows) / len(rows)
 
 
 def best(results: Path) -> str:
@@ -110,23 +95,11 @@ def best(results: Path) -> str:
     ours = [row for row in read(results, "conversion") if _is_ours(row)]
     groups = grouped(ours, lambda row: (row["model"], kept(row)))
     found = [max(own, key=lambda row: row["agreement"]) for own in groups.values()]
-    if not found:
-        return NOTHING_YET
-    columns = {
-        "converted model": "{model}",
-        "near keys": "{near_keys:,}",
-        "softmax kept": "{kept}",
-        "tokens": "{millions:.1f}M",
-        "held-out text": "{ours}",
-        "softmax": "{theirs}",
-    }
     found.sort(key=lambda row: (row["model"].lower(), row["agreement"]))
-    shown = []
-    for row in found:
-        ours, theirs = _score(row)
-        of = {"kept": kept(row), "millions": row["tokens"] / 1e6, "ours": ours, "theirs": theirs}
-        shown.append({**row, **of})
-    return listed(shown, columns)
+    shown = [
+        {**row, **_scores(row), "kept": kept(row), "millions": row["tokens"] / 1e6} for row in found
+    ]
+    return listed(shown, BEST) if shown else NOTHING_YET
 
 
 def _is_ours(row: Row) -> bool:
@@ -134,26 +107,20 @@ def _is_ours(row: Row) -> bool:
     return row["attention"] == "lln_nearfar" and learned and not row.get("from_scratch")
 
 
-def _score(row: Row) -> tuple[str, str]:
+def _scores(row: Row) -> dict[str, str]:
     first, last = row["stages"][0], row["stages"][-1]
     if "masked_loss" in last:
-        return f"hidden tokens, nats {last['masked_loss']:.3f}", f"{first['masked_loss']:.3f}"
+        ours, theirs = f"hidden tokens, nats {last['masked_loss']:.3f}", first["masked_loss"]
+        return {"ours": ours, "theirs": f"{theirs:.3f}"}
     if row["kind"] == "encoder":
-        return f"cosine of embeddings {last['cosine_mean']:.4f}", "1"
-    return f"perplexity {last['perplexity']:.2f}", f"{last['teacher_perplexity']:.2f}"
-
-
-def _words(row: Row) -> str:
-    kept = f", {len(row['kept'])} layers kept" if row["kept"] else ""
-    maps = ", maps before rotation" if row["options"].get("before_rotation") else ""
-    maps += f", {row['near_keys']:,} near keys" if row["near_keys"] else ""
-    return f"{row['attention']}{maps}, {row['recover_steps']} updates of recovery{kept}"
+        return {"ours": f"cosine of embeddings {last['cosine_mean']:.4f}", "theirs": "1"}
+    ours, theirs = f"perplexity {last['perplexity']:.2f}", last["teacher_perplexity"]
+    return {"ours": ours, "theirs": f"{theirs:.2f}"}
 
 
 BLOCKS: Blocks = {
     "conversion_best": best,
     "conversion_positions": positions,
     "conversion_needles": needles,
-    "conversion_decoding": decoding,
     "conversion_glue": finetuned,
 }

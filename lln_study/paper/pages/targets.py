@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from lln.report.numbers import three_digits
-from lln_study.paper.pages.blocks import Blocks, Row, from_file, markdown_table
+from lln_study.paper.pages.blocks import Blocks, Row, from_file, markdown_table, where
 
 TOKENS, STEP_TOKENS = 65_536, 16_384
 OURS = ("triton", "mixed")  # whichever takes the shape
@@ -29,38 +28,23 @@ STEPS = ((512, 1.0), (2048, 1.1), (4096, 1.25))
 
 def table(rows: Sequence[Row]) -> str:
     """A line per bar: what it is about, the bar, and what was measured."""
+    rows = where(rows, {"D": 64, "pass": "fwd+bwd", "dtype": "bfloat16"})
+
+    def ms(impls: Sequence[str], op: str, launch: str, batch: int, N: int) -> float | None:
+        own = where(rows, {"op": op, "launch": launch, "B": batch, "N": N})
+        return next((row["ms_p50"] for row in reversed(own) if row["impl"] in impls), None)
+
     lines = []
     for what, op, launch, batch, N, bar in TIMES:
-        ms = _ms(rows, op, OURS, launch, batch, N)
         words = f"{what}, N = {N:,}, {LAUNCHED[launch]}: ms"
-        lines.append([words, f"≤ {bar:.2f}", three_digits(ms) or "–"])
+        measured = three_digits(ms(OURS, op, launch, batch, N))
+        lines.append([words, f"≤ {bar:.2f}", measured or "–"])
     for N, bar in STEPS:
-        case = (PYTHON, STEP_TOKENS // N, N)
-        theirs, ours = (
-            _ms(rows, "roberta_step", (impl,), *case) for impl in ("sdpa", "recommended")
-        )
+        case = ("roberta_step", PYTHON, STEP_TOKENS // N, N)
+        theirs, ours = ms(("sdpa",), *case), ms(("recommended",), *case)
         words = f"step of RoBERTa-base, N = {N:,}, called from Python: SDPA ÷ recommended"
         lines.append([words, f"≥ {bar:.2f}", f"{theirs / ours:.2f}" if theirs and ours else "–"])
     return markdown_table(["what", "bar", "measured"], lines)
 
 
-def _ms(
-    rows: Sequence[Row], op: str, impls: Sequence[str], launch: str, batch: int, N: int
-) -> float | None:
-    """Milliseconds of a forward and backward pass in bfloat16 with heads of 64."""
-    wanted = {"op": op, "launch": launch, "B": batch, "N": N, "D": 64, "pass": "fwd+bwd"}
-    wanted |= {"dtype": "bfloat16"}
-    found = [
-        row["ms_p50"]
-        for row in rows
-        if row["impl"] in impls and all(row[name] == value for name, value in wanted.items())
-    ]
-    return found[-1] if found else None
-
-
-def gpu_targets(results: Path) -> str:
-    """The table of the newest run."""
-    return from_file("gpu", table)(results)
-
-
-BLOCKS: Blocks = {"gpu_targets": gpu_targets}
+BLOCKS: Blocks = {"gpu_targets": from_file("gpu", table)}

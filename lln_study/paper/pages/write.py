@@ -7,51 +7,39 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 from lln.records.files import write_text
 from lln.report import panels
 from lln.report.panels import Panel
-from lln_study.paper.figures import from_curves as training_figures
-from lln_study.paper.figures import from_results as run_figures
-from lln_study.paper.pages import (
-    claims,
-    conversion,
-    losses,
-    near_far,
-    questions,
-    retrieval,
-    speed,
-    targets,
-    versions,
-)
-from lln_study.paper.pages.blocks import NOTHING_YET, Blocks, rewrite
-from lln_study.paper.results import read, read_curves
+from lln_study.paper.figures import cost, from_rows, lln_alone
+from lln_study.paper.pages import claims, conversion, formulas, losses, speed, targets, versions
+from lln_study.paper.pages.blocks import NOTHING_YET, Blocks, crossed, rewrite, sourced
+from lln_study.paper.results import in_paper_order, read
 from lln_study.paper.tables import table as tables
+from lln_study.paper.tables.arena import name_of
 
-WITH_BLOCKS = (claims, conversion, losses, near_far, questions, retrieval, speed)
-WITH_BLOCKS += (targets, versions)
+WITH_BLOCKS = (claims, conversion, formulas, losses, speed, targets, versions)
+FROM_ROWS = ("8a", "9", "10a", "arena")
 
 
 def paper_table(number: str, results: Path) -> str:
-    """A table of the paper with our numbers, as ``lln table NUMBER --markdown`` prints it."""
-    return _markdown(tables.make(number, results))
-
-
-def pretraining(results: Path) -> str:
-    """The same of pre-trainings, without those in float16: they are for Fig. 8b."""
-    found = [
-        table
-        for table in tables.make("pretraining", results)
-        if table.records[0]["configuration"].get("precision") != "fp16"
+    """A table of the paper as ``lln table`` prints it, without runs in float16: for Fig. 8b."""
+    shown = [
+        table.markdown()
+        for table in tables.make(number, results)
+        if table.records[0].get("configuration", {}).get("precision") != "fp16"
     ]
-    return _markdown(found)
+    return "\n\n".join(shown) or NOTHING_YET
 
 
-def _markdown(found: Sequence[tables.Table]) -> str:
-    return "\n\n".join(table.markdown() for table in found) or NOTHING_YET
+def retrieval_short(results: Path) -> str:
+    """Accuracy of small models that were trained on a CPU."""
+    rows = sorted(read(results / "retrieval_short", "lra"), key=in_paper_order)
+    cells = {(name_of(row), "accuracy, %"): f"{100 * row['accuracy']:.1f}" for row in rows}
+    return sourced(crossed("", cells), rows)
 
 
 def drawing(name: str, results: Path) -> str:
@@ -60,28 +48,18 @@ def drawing(name: str, results: Path) -> str:
     return f"![{DRAWINGS[name][0]}](results/{path.name})" if path.exists() else NOTHING_YET
 
 
-def _of_runs(number: str, results: Path) -> list[Panel]:
-    return run_figures.FIGURES[number].panels(read(results))
-
-
 DRAWINGS: Mapping[str, tuple[str, Callable[[Path], list[Panel]]]] = {
-    "figure_time": ("Time against the number of tokens, softmax and LLN+Diag", speed.time_panels),
-    "figure_8a": (
-        "Loss of pre-training against updates and against time",
-        lambda results: training_figures.losses(read_curves(results)),
-    ),
-    "figure_lln_alone": ("Loss of pre-training of LLN alone and beside it", losses.figure),
-    "figure_9": ("α and β of every layer while the ViT trains", partial(_of_runs, "9")),
-    "figure_10a": ("Accuracy of the ViT against fixed α = β", partial(_of_runs, "10a")),
-    "figure_arena": (
-        "Accuracy on validation while training on the Long Range Arena",
-        partial(_of_runs, "arena"),
-    ),
+    "figure_time": ("Time against the number of tokens, softmax and LLN+Diag", cost.panels),
+    "figure_lln_alone": ("Loss of pre-training of LLN alone and beside it", lln_alone.panels),
+    **{
+        f"figure_{name}": (from_rows.FIGURES[name].title, partial(from_rows.panels, name))
+        for name in FROM_ROWS
+    },
 }
 BLOCKS: Blocks = {
     **{name: partial(drawing, name) for name in DRAWINGS},
     **{f"table_{number}": partial(paper_table, number) for number in tables.TABLES},
-    "table_pretraining": pretraining,
+    "retrieval_short": retrieval_short,
     **{name: block for page in WITH_BLOCKS for name, block in page.BLOCKS.items()},
 }
 

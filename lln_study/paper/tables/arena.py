@@ -14,8 +14,10 @@ from lln_study.paper.results import (
     grouped,
     in_paper_order,
     mechanism,
-    origin,
     origin_text,
+    record,
+    shown,
+    value,
 )
 from lln_study.paper.values import ARENA, TABLE_5
 
@@ -29,7 +31,6 @@ NAMES = {
     "image": "Image",
 }
 AVERAGED = ("text", "listops", "pathfinder", "image")  # what everyone can run
-CLOSE = 2.0  # points of softmax below the paper, beyond which a task counts as under-trained
 EQUAL = ("steps", "batch_size", "layers", "width", "heads", "pool", "precision", "data", "examples")
 
 
@@ -63,30 +64,25 @@ def _table(by_task: dict[str, list[Row]]) -> Table:
     everything = sorted((row for rows in by_task.values() for row in rows), key=in_paper_order)
     groups: dict[Any, dict[str, list[Row]]] = {}
     for row in everything:
-        own = groups.setdefault((shown(row), row["mechanism"]), {})
+        own = groups.setdefault((name_of(row), row["mechanism"]), {})
         own.setdefault(_task(row), []).append(row)
-    late = _under_trained(by_task)
-    columns = ["", *(NAMES[task] + ("†" if task in late else "") for task in by_task), "avg of 4"]
+    columns = ["", *(NAMES[task] for task in by_task), "avg of 4"]
     lines, records = [], []
     for (name, word), own in groups.items():
         best = {task: at_best_rate(rows) for task, rows in own.items()}
         means = {task: Mean.of(row["accuracy"] for row in rows) for task, rows in best.items()}
-        lines.append([name, *(_cell(means.get(task)) for task in by_task), _average(means)])
+        lines.append([name, *(shown(means.get(task), 2, 100) for task in by_task), _average(means)])
         if word in TABLE_5:
             lines.append(["  in the paper", *_printed(word, by_task)])
         records.append(_record(name, best, means))
-    return Table(columns, lines, _title(by_task), _notes(by_task, late, everything), records)
+    return Table(columns, lines, _title(by_task), _notes(by_task, everything), records)
 
 
-def shown(row: Row) -> str:
+def name_of(row: Row) -> str:
     """The mechanism; options that belong to the published setting are not named."""
     if row["mechanism"] in PLAIN:
         return mechanism(row)
     return mechanism({**row, "configuration": {**row["configuration"], "options": {}}})
-
-
-def _cell(mean: Mean | None) -> str:
-    return "–" if mean is None else mean.text(2, 100)
 
 
 def _average(means: dict[str, Mean | None]) -> str:
@@ -103,28 +99,13 @@ def _printed(word: str, by_task: dict[str, list[Row]]) -> list[str]:
     return [*cells, f"{average:.2f}"]
 
 
-def _under_trained(by_task: dict[str, list[Row]]) -> dict[str, tuple[float, float]]:
-    """Tasks on which our softmax is far below the paper's: (ours, the paper's)."""
-    printed = dict(zip(ARENA, TABLE_5["softmax"], strict=True))
-    late = {}
-    for task in AVERAGED:
-        softmax = [row for row in by_task.get(task, []) if row["mechanism"] == "softmax"]
-        mean = Mean.of(row["accuracy"] for row in at_best_rate(softmax)) if softmax else None
-        wanted = printed[task]
-        if mean is not None and wanted is not None and 100 * mean.value < wanted - CLOSE:
-            late[task] = 100 * mean.value, wanted
-    return late
-
-
 def _title(by_task: dict[str, list[Row]]) -> str:
     steps = {rows[0]["configuration"]["steps"] for rows in by_task.values()}
     few = f"{min(steps):,}" if len(steps) == 1 else f"{min(steps):,} to {max(steps):,}"
     return f"Table 5: accuracy on the Long Range Arena, %, {few} steps (paper: 50,000)"
 
 
-def _notes(
-    by_task: dict[str, list[Row]], late: dict[str, tuple[float, float]], everything: list[Row]
-) -> list[str]:
+def _notes(by_task: dict[str, list[Row]], everything: list[Row]) -> list[str]:
     setting = "; ".join(
         f"{NAMES[task]}: {rows[0]['configuration']['steps']:,} steps of "
         f"{rows[0]['configuration']['batch_size']}, {rates_tried(rows)}, "
@@ -133,10 +114,6 @@ def _notes(
     )
     chosen = f"Of several learning rates, the best on validation is shown; {TESTED}"
     notes = [f"{setting}.", chosen]
-    notes += [
-        f"† {NAMES[task]} is under-trained: softmax has {ours:.2f} %, {wanted:.2f} % in the paper."
-        for task, (ours, wanted) in late.items()
-    ]
     if "retrieval_wiki" in by_task and "retrieval" not in by_task:
         notes.append(
             "Retrieval (stand-in): do two passages of 4,000 bytes come from the same Wikipedia "
@@ -152,18 +129,14 @@ def _notes(
 
 def _record(name: str, best: dict[str, list[Row]], means: dict[str, Mean | None]) -> dict[str, Any]:
     rows = [row for own in best.values() for row in own]
-    first = rows[0]
-    printed = TABLE_5.get(first["mechanism"])
+    printed = TABLE_5.get(rows[0]["mechanism"])
     return {
-        "mechanism": first["mechanism"],
-        "name": name,
-        "options": first["configuration"].get("options") or {},
-        **{task: None if mean is None else mean.value for task, mean in means.items()},
+        **record(name, rows),
+        **{task: value(mean) for task, mean in means.items()},
         "standard_errors": {
             task: None if mean is None else mean.error for task, mean in means.items()
         },
         "paper": None if printed is None else dict(zip(ARENA, printed, strict=True)),
         "learning_rates": {task: rate(own[0]) for task, own in best.items()},
         "configurations": {task: own[0]["configuration"] for task, own in best.items()},
-        **origin(rows),
     }

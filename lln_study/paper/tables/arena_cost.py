@@ -7,8 +7,8 @@ from typing import Any
 
 from lln.report.numbers import three_digits
 from lln.report.page import Table
-from lln_study.paper.results import Row, grouped, in_paper_order, origin, origin_text
-from lln_study.paper.tables.arena import NAMES, shown
+from lln_study.paper.results import Row, grouped, in_paper_order, origin_text, record
+from lln_study.paper.tables.arena import NAMES, name_of
 from lln_study.paper.values import ARENA, TABLE_4_MB, TABLE_4_SECONDS, Numbers
 
 PRINTED_AS = {"softmax_eager": "softmax"}  # the paper's softmax builds its matrix
@@ -60,7 +60,7 @@ def _table(rows: list[Row]) -> Table:
 
 def _name(row: Row) -> str:
     """Name a mechanism; two kinds of softmax, which differ in cost alone, are told apart."""
-    return f"{shown(row)} (SDPA)" if row["mechanism"] == "softmax" else shown(row)
+    return f"{name_of(row)} (SDPA)" if row["mechanism"] == "softmax" else name_of(row)
 
 
 def _first(rows: list[Row], task: str) -> Row:
@@ -109,12 +109,9 @@ def _memory(row: Row | None) -> str:
 def _record(name: str, own: dict[str, Row]) -> dict[str, Any]:
     rows = list(own.values())
     return {
-        "mechanism": rows[0]["mechanism"],
-        "name": name,
-        "options": rows[0]["configuration"].get("options") or {},
+        **record(name, rows),
         "milliseconds": {task: row.get("step_ms") for task, row in own.items()},
         "memory_mb": {task: own_memory(row) for task, row in own.items()},
         "out_of_memory": [task for task, row in own.items() if row["out_of_memory"]],
         "configurations": {task: row["configuration"] for task, row in own.items()},
-        **origin(rows),
     }

@@ -15,9 +15,11 @@ from lln_study.paper.results import (
     in_paper_order,
     mechanism,
     options,
-    origin,
     origin_text,
+    record,
     setting,
+    shown,
+    value,
 )
 
 TASKS = {
@@ -120,16 +122,14 @@ def _mechanism(
     parameters = trained[0]["parameters"] if trained else None
     line = [
         name,
-        "–" if loss is None else loss.text(3),
+        shown(loss, 3),
         *(["–" if average is None else f"{100 * average:.1f}"] if len(tasks) > 1 else []),
-        *(_percent(known.get(task)) for task in tasks),
+        *(shown(known.get(task), 1, 100) for task in tasks),
         "–" if parameters is None else f"{parameters / 1e6:.1f}M",
     ]
-    record = {
-        "mechanism": tuned[0]["mechanism"],
-        "name": name,
-        "options": tuned[0]["configuration"].get("options") or {},
-        "loss": None if loss is None else loss.value,
+    found = {
+        **record(name, [*tuned, *trained]),
+        "loss": value(loss),
         **{task: mean.value for task, mean in known.items()},
         "average": average,
         "standard_errors": {task: mean.error for task, mean in known.items()},
@@ -140,17 +140,12 @@ def _mechanism(
             "pretraining": tuned[0]["configuration"].get("pretrained"),
             "fine_tuning": {task: _own(rows[0]) for task, rows in by_task.items()},
         },
-        **origin([*tuned, *trained]),
     }
-    return line, record
+    return line, found
 
 
 def _own(row: Row) -> dict[str, Any]:
     return {name: x for name, x in row["configuration"].items() if name != "pretrained"}
-
-
-def _percent(mean: Mean | None) -> str:
-    return "–" if mean is None else mean.text(1, 100)
 
 
 def _tokens(scale: dict[str, Any]) -> int | None:

@@ -1,14 +1,9 @@
-"""Pre-training: validation loss at equal tokens and at equal time, speed, memory, branches.
-
-Speed and memory of a table are measured one way for all its lines: by bare steps, alone on the
-device, if at least as many lines have that as have a whole run that was alone; else by whole runs.
-A line that was measured the other way has none.
-"""
+"""Pre-training: validation loss at equal tokens and at equal time, speed, memory, branches."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lln.report.page import Table
@@ -20,19 +15,25 @@ from lln_study.paper.results import (
     in_paper_order,
     mechanism,
     options,
-    origin,
     origin_text,
+    record,
     setting,
+    shown,
+    value,
     was_alone,
 )
 
-OF_A_STEP = (
-    *("layers", "width", "heads", "feed_forward", "length", "batches", "batch_size"),
-    *("accumulation", "precision", "dropout", "compile", "graph", "checkpointing", "shard"),
-)
 SINUSOIDS = (
     "The learned embeddings of positions start from sines and cosines, for all alike: from random "
     "ones softmax is still at the plateau of its start after 66M tokens (docs/guide/training.md)."
+)
+EQUAL_TIME = (
+    "Equal time: after the {:,.0f} s that the fastest run takes; the others are still on their way "
+    "then, with a higher learning rate."
+)
+NOT_SHOWN = (
+    "No speed of runs that shared their GPU with others, and no peak where attention was measured "
+    "during the run (monitor_every), which takes memory."
 )
 
 
@@ -46,16 +47,9 @@ def tables(rows: Sequence[Row], curves: Sequence[Row] = ()) -> list[Table]:
         for row in rows
         if row["subject"] == "mlm" and row["configuration"].get("recipe") != "figure-1"
     ]
-    steps = {_step(row): row for row in rows if row["subject"] == "step" and was_alone(row)}
     scales = grouped(trained, _scale)
     found = [own for own in scales.values() if len({_variant(row) for row in own}) > 1]
-    return [_table(own, curves, steps) for own in sorted(found, key=_size, reverse=True)]
-
-
-def _step(row: Row) -> tuple[Any, ...]:
-    """What decides how long a step takes."""
-    configuration = row["configuration"]
-    return (*_variant(row), row["device"], *map(configuration.get, OF_A_STEP))
+    return [_table(own, curves) for own in sorted(found, key=_size, reverse=True)]
 
 
 def _scale(row: Row) -> tuple[Any, ...]:
@@ -71,7 +65,7 @@ def _variant(row: Row) -> tuple[str, str]:
     return mechanism(row), options(row)
 
 
-def _table(rows: list[Row], curves: Sequence[Row], steps: Mapping[Any, Row]) -> Table:
+def _table(rows: list[Row], curves: Sequence[Row]) -> Table:
     of_run = grouped(curves, lambda line: (line["digest"], line["seed"]))
     rates = best_rates(rows)
     tried = sorted({row["configuration"].get("learning_rate") or 0 for row in rows})
@@ -79,15 +73,8 @@ def _table(rows: list[Row], curves: Sequence[Row], steps: Mapping[Any, Row]) -> 
         row for row in rows if row["configuration"].get("learning_rate") == rates[_variant(row)]
     ]
     by_variant = grouped(sorted(rows, key=in_paper_order), _variant)
-    stepped = {variant: _stepped(own, steps) for variant, own in by_variant.items()}
-    alone = {variant: [row for row in own if was_alone(row)] for variant, own in by_variant.items()}
-    by_steps = 0 < sum(map(bool, stepped.values())) >= sum(map(bool, alone.values()))
-    timed = stepped if by_steps else alone
-    seconds = min((row["train_seconds"] for own in timed.values() for row in own), default=None)
-    found = [
-        _mechanism(own, of_run, seconds, timed[variant], stepped=by_steps)
-        for variant, own in by_variant.items()
-    ]
+    seconds = min((row["train_seconds"] for row in rows if was_alone(row)), default=None)
+    found = [_mechanism(own, of_run, seconds) for own in by_variant.values()]
     first = rows[0]["configuration"]
     amount = first["steps"] * first["batch_size"] * first["length"] / 1e6
     title = (
@@ -97,7 +84,8 @@ def _table(rows: list[Row], curves: Sequence[Row], steps: Mapping[Any, Row]) -> 
     notes = [
         *([SINUSOIDS] if first.get("positions") == "sinusoid" else []),
         "Loss: of validation, nats per hidden token, after equally many tokens.",
-        *_about_cost(seconds, by_steps, [line[3:5] for line, _ in found]),
+        *([EQUAL_TIME.format(seconds)] if seconds is not None else []),
+        NOT_SHOWN,
         f"Learning rates tried, the best by this loss shown: {', '.join(f'{x:g}' for x in tried)}.",
         "LLN share: of the output of LLN+Diag, mean over layers and heads, last measured.",
         origin_text(rows),
@@ -106,65 +94,23 @@ def _table(rows: list[Row], curves: Sequence[Row], steps: Mapping[Any, Row]) -> 
     return Table(columns, [line for line, _ in found], title, notes, [each for _, each in found])
 
 
-def _about_cost(
-    seconds: float | None, by_steps: bool, cells: Sequence[Sequence[str]]
-) -> Iterator[str]:
-    if seconds is not None:
-        yield (
-            f"Equal time: after the {seconds:,.0f} s that the fastest run takes; the others are "
-            "still on their way then, with a higher learning rate."
-        )
-    if by_steps:
-        yield (
-            "Speed, memory and the time after which a loss is shown: of the same step alone on the "
-            "device, for all lines (sweeps/tier_a_speed.json)."
-        )
-        if any("–" in pair for pair in cells):
-            yield "No speed or memory: the step was not measured."
-        return
-    if any(pair[0] == "–" for pair in cells):
-        yield "No speed: the run shared its GPU with others."
-    if any(pair[1] == "–" for pair in cells):
-        yield "No peak: attention was measured during the run (monitor_every), which takes memory."
-
-
-def _stepped(rows: list[Row], steps: Mapping[Any, Row]) -> list[Row]:
-    """The same training step as of these runs, alone, with the time that all steps would take."""
-    step = steps.get(_step(rows[0]))
-    if step is None or not step.get("step_ms"):
-        return []
-    seconds = rows[0]["configuration"]["steps"] * step["step_ms"] / 1000
-    return [{**step, "train_seconds": seconds}]
-
-
 def _mechanism(
-    rows: list[Row],
-    curves: dict[tuple[str, int], list[Row]],
-    seconds: float | None,
-    timed: list[Row],
-    *,
-    stepped: bool,
+    rows: list[Row], curves: dict[tuple[str, int], list[Row]], seconds: float | None
 ) -> tuple[list[str], dict[str, Any]]:
-    """``timed``: runs that were alone, or what :func:`_stepped` has found."""
+    def measured(rows: list[Row]) -> list[Sequence[Row]]:
+        own = [line for row in rows for line in curves.get((row["digest"], row["seed"]), [])]
+        return [line["rows"] for line in own]
 
-    def lines(rows: list[Row]) -> list[Row]:
-        return [line for row in rows for line in curves.get((row["digest"], row["seed"]), [])]
-
-    runs = [line["rows"] for line in lines(timed)]
-    if stepped and timed:
-        runs = [retimed(line["rows"], timed[0]["step_ms"] / 1000) for line in lines(rows)]
+    alone = [row for row in rows if was_alone(row)]
     values = {
         "loss": Mean.of(row["loss"] for row in rows),
-        "loss_at_equal_time": Mean.of(loss_after(run, seconds) for run in runs),
-        "tokens_per_second": Mean.of(row["tokens_per_second"] for row in timed),
-        "peak_gib": Mean.of(map(_peak, timed if stepped else rows)),
-        "lln_share": Mean.of(last_share(line["rows"]) for line in lines(rows)),
+        "loss_at_equal_time": Mean.of(loss_after(run, seconds) for run in measured(alone)),
+        "tokens_per_second": Mean.of(row["tokens_per_second"] for row in alone),
+        "peak_gib": Mean.of(map(_peak, rows)),
+        "lln_share": Mean.of(map(last_share, measured(rows))),
     }
     digits = {"loss": 3, "loss_at_equal_time": 3, "peak_gib": 1, "lln_share": 2}
-    cells = {
-        name: "–" if mean is None else mean.text(digits.get(name, 0))
-        for name, mean in values.items()
-    }
+    cells = {name: shown(mean, digits.get(name, 0)) for name, mean in values.items()}
     speed = values["tokens_per_second"]
     cells["tokens_per_second"] = "–" if speed is None else f"{speed.value:,.0f}"
     name, parameters = mechanism(rows[0]), rows[0]["parameters"]
@@ -175,31 +121,22 @@ def _mechanism(
         f"{parameters / 1e6:.1f}M",
         cells["lln_share"],
     ]
-    record = {
-        "mechanism": rows[0]["mechanism"],
-        "name": name,
-        "options": rows[0]["configuration"].get("options") or {},
-        **{key: None if mean is None else mean.value for key, mean in values.items()},
+    found = {
+        **record(name, rows),
+        **{key: value(mean) for key, mean in values.items()},
         "standard_errors": {key: mean and mean.error for key, mean in values.items()},
         "seconds_at_equal_time": seconds,
-        "speed_of_a_step_alone": stepped and bool(timed),
         "parameters": parameters,
         "diverged": diverged,
         "configuration": rows[0]["configuration"],
-        **origin(rows),
     }
-    return line, record
+    return line, found
 
 
 def _peak(row: Row) -> float | None:
     """GiB, unless attention was measured in the run, which takes memory of its own."""
     watched = row["configuration"].get("monitor_every")
     return None if watched or row.get("peak_mb") is None else row["peak_mb"] / 1024
-
-
-def retimed(rows: Sequence[Row], seconds: float) -> list[Row]:
-    """A curve as if every step had taken ``seconds``."""
-    return [{**row, "seconds": row["step"] * seconds} for row in rows if "step" in row]
 
 
 def loss_after(rows: Sequence[Row], seconds: float | None) -> float | None:

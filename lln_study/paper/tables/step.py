@@ -13,8 +13,8 @@ from lln_study.paper.results import (
     in_paper_order,
     mechanism,
     options,
-    origin,
     origin_text,
+    record,
 )
 
 SETTING = ("recipe", "layers", "width", "heads", "batch_size", "precision", "compile", "graph")
@@ -103,13 +103,10 @@ def _ratios(cells: dict[str, dict[int, Row]], lengths: list[int]) -> list[list[s
 def _record(name: str, own: dict[int, Row]) -> dict[str, Any]:
     rows = list(own.values())
     return {
-        "mechanism": rows[0]["mechanism"],
-        "name": name,
-        "options": rows[0]["configuration"].get("options") or {},
+        **record(name, rows),
         "milliseconds": {str(n): row.get("step_ms") for n, row in sorted(own.items())},
         "peak_mb": {str(n): row.get("peak_mb") for n, row in sorted(own.items())},
         "out_of_memory": [n for n, row in sorted(own.items()) if row["out_of_memory"]],
         "sdpa_backend": rows[0].get("sdpa_backend"),
         "configuration": rows[0]["configuration"],
-        **origin(rows),
     }

@@ -15,8 +15,10 @@ from lln_study.paper.results import (
     in_paper_order,
     mechanism,
     options,
-    origin,
     origin_text,
+    record,
+    shown,
+    value,
     was_alone,
 )
 from lln_study.paper.values import TABLE_3
@@ -95,27 +97,24 @@ def _line(name: str, rows: list[Row], *, alike: bool) -> tuple[list[str], dict[s
     memory = Mean.of(row.get("peak_mb") for row in bare)
     line = [
         name,
-        "–" if accuracy is None else accuracy.text(2, 100),
-        "–" if valid is None else valid.text(2, 100),
+        shown(accuracy, 2, 100),
+        shown(valid, 2, 100),
         "" if printed is None else f"{printed:.2f}",
         f"{rate(first):g}",
-        three_digits(None if time is None else time.value),
-        three_digits(None if memory is None else memory.value),
+        three_digits(value(time)),
+        three_digits(value(memory)),
         f"{first['parameters']:,}",
     ]
-    record = {
-        "mechanism": first["mechanism"],
-        "name": name,
-        "options": first["configuration"].get("options") or {},
-        "accuracy": None if accuracy is None else accuracy.value,
+    found = {
+        **record(name, best),
+        "accuracy": value(accuracy),
         "standard_error": None if accuracy is None else accuracy.error,
-        "valid_accuracy": None if valid is None else valid.value,
+        "valid_accuracy": value(valid),
         "paper": printed,
         "learning_rate": rate(first),
-        "step_ms": None if time is None else time.value,
-        "peak_mb": None if memory is None else memory.value,
+        "step_ms": value(time),
+        "peak_mb": value(memory),
         "parameters": first["parameters"],
         "configuration": first["configuration"],
-        **origin(best),
     }
-    return line, record
+    return line, found

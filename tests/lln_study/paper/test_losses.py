@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from lln_study.paper.figures import lln_alone
 from lln_study.paper.pages import losses
 from lln_study.paper.pages.blocks import NOTHING_YET
-from lln_study.paper.results import read
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
 ABOUT = {"device": "GPU", "torch": "2", "commit": "abc", "date": "2026-01-01"}
@@ -17,7 +17,7 @@ ABOUT = {"device": "GPU", "torch": "2", "commit": "abc", "date": "2026-01-01"}
 
 def row(attention: str, loss: float, seed: int = 0, diverged=False, options=None, **changes):
     """A pre-training of the usual setting; changes are of its configuration."""
-    own = {**losses.USUAL, **losses.LONG, "options": options or {}, **changes}
+    own = {**lln_alone.USUAL, **lln_alone.LONG, "options": options or {}, **changes}
     digest = json.dumps([attention, own])
     facts = {"seed": seed, "loss": loss, "diverged": diverged, "digest": digest, **ABOUT}
     return {"subject": "mlm", "mechanism": attention, "configuration": own, **facts}
@@ -39,10 +39,10 @@ def test_the_study_has_the_mean_and_standard_error_of_its_seeds(tmp_path):
         for (attention, heads), own in found.items()
         for seed, loss in enumerate(own)
     ]
-    assert shown(losses.alone_cpu, tmp_path, rows, losses.CPU) == [
+    assert shown(losses.on_cpu, tmp_path, rows, losses.CPU) == [
         "| loss | no conv |",
-        "| Softmax | 3.100 ± 0.058 (3) |",
-        "| LLN | 3.500 ± 0.100 (2) |",
+        "| Softmax | 3.100 ± 0.058 |",
+        "| LLN | 3.500 ± 0.100 |",
         "| LLN, heads = 1 | 2.100 |",
     ]
 
@@ -56,7 +56,7 @@ def test_the_screen_names_what_was_changed_and_what_diverged(tmp_path):
         row("lln", 6.3, heads=2, precision="fp32"),
         row("lln", 9.7, diverged=True, options={"conv": 33}),
     ]
-    assert shown(losses.alone_screen, tmp_path, rows, losses.SCREEN) == [
+    assert shown(losses.BLOCKS["lln_alone_screen"], tmp_path, rows, losses.SCREEN) == [
         "| loss | no conv | conv 33 |",
         "| Softmax | 4.200 | – |",
         "| LLN | 6.400 | diverged |",
@@ -75,38 +75,20 @@ def test_branches_that_differ_in_an_option_are_lines_of_their_own(tmp_path):
         row("softmax", 9.0, positions="normal"),
         row("lln", 8.0),
     ]
-    assert shown(losses.branches_screen, tmp_path, rows, losses.SCREEN) == [
+    assert shown(losses.BLOCKS["near_far_screen"], tmp_path, rows, losses.SCREEN) == [
         "| loss | no conv |",
-        "| LLN+Diag (C = 128) | 6.00 |",
-        "| LLN+Diag (C = 128, learned mix) | 5.00 |",
-        "| Near and far (C = 128) | 4.00 |",
-        "| Near and far (C = 128, statistics=fixed) | 3.00 |",
+        "| Softmax, positions = normal | 9.000 |",
+        "| LLN+Diag (C = 128) | 6.000 |",
+        "| LLN+Diag (C = 128, learned mix) | 5.000 |",
+        "| Near and far (C = 128) | 4.000 |",
+        "| Near and far (C = 128, statistics=fixed) | 3.000 |",
     ]
-
-
-def test_long_runs_are_of_one_length_and_not_of_a_plain_average(tmp_path):
-    wide = {"diag_block": 256, "mix": "learned", "conv": 33}
-    rows = [row("lln_diag", loss, seed, options=wide) for seed, loss in enumerate((2.0, 2.2, 2.4))]
-    rows += [row("lln_diag", 9.0, options=wide, length=8192), row("softmax", 3.0)]
-    rows += [row("lln_diag", 2.5, options={"diag_block": 256})]
-    assert shown(losses.branches_long, tmp_path, rows) == [
-        "| loss | no conv | conv 33 |",
-        "| Softmax | 3.000 | – |",
-        "| LLN+Diag (C = 256, learned mix) | – | 2.200 ± 0.115 (3) |",
-    ]
-
-
-def test_what_is_shown_of_the_long_ones_has_its_row():
-    ends = {f"{one['loss']:.2f}" for one in read(RESULTS, "mlm")}
-    lines = losses.alone_long(RESULTS).splitlines()[2:-2]
-    assert len(lines) == len(losses.SHOWN)
-    assert all(line.split("|")[-2].strip() in ends for line in lines)
 
 
 def test_nothing_is_shown_without_rows(tmp_path):
     assert all(block(tmp_path) == NOTHING_YET for block in losses.BLOCKS.values())
 
 
-@pytest.mark.parametrize("panel", losses.figure(RESULTS), ids=lambda panel: panel.title)
+@pytest.mark.parametrize("panel", lln_alone.panels(RESULTS), ids=lambda panel: panel.title)
 def test_curves_can_be_told_apart(panel):
     assert 1 < len(panel.curves) <= 6 and all(curve.x for curve in panel.curves)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lln_study.paper.figures import activations, questions
-from lln_study.paper.pages import questions as page
+from lln_study.paper.pages import formulas as page
 from lln_study.paper.pages.blocks import rewrite
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -27,7 +27,7 @@ def test_without_rows_the_blocks_say_so(tmp_path):
 def test_rows_fit_their_table(name, monkeypatch):
     monkeypatch.setattr(questions, "DRAWS", 2)
     rows = list(questions.TABLES[name]())
-    lines = page.TABLES[name][1](rows).splitlines()
+    lines = page.QUESTIONS[name][1](rows).splitlines()
     assert len(lines) == len(rows) + 2
     assert len({line.count(" | ") for line in lines}) == 1
 

@@ -195,44 +195,10 @@ def test_a_pretraining_that_shared_its_device_shows_its_loss_but_no_speed(tmp_pa
     assert (cells["LLN"]["loss"], cells["LLN"]["at equal time"]) == ("3.400", "–")
     assert (cells["LLN"]["tokens/s"], cells["Softmax"]["tokens/s"]) == ("–", "10,000")
     assert cells["Softmax"]["at equal time"] == "3.500"  # of the runs that were alone
-    assert any("shared its GPU" in note for note in table.notes)
+    assert any("shared their GPU" in note for note in table.notes)
     write(tmp_path, [{**row, "shared": True} for row in rows])
     (table,) = tables.make("pretraining", tmp_path)
     assert by_name(table)["Softmax"]["at equal time"] == "–"
-
-
-def test_speed_and_memory_of_a_pretraining_are_measured_one_way(tmp_path):
-    """By whole runs while more lines have one alone; by bare steps when as many have those."""
-    rows = []
-    for name, shared, seconds in (("softmax", False, 100.0), ("lln", True, 300.0)):
-        row = {**mlm(name, 3.0), "digest": name, "train_seconds": seconds, "shared": shared}
-        row |= {"tokens_per_second": 1e6 / seconds, "device": "GPU", "peak_mb": 2048.0}
-        row["configuration"] |= {"precision": "bf16", "batches": "packed", "steps": 100}
-        curve = [
-            {"kind": "eval", "step": n, "seconds": n * seconds / 100, "loss": 9 - 0.06 * n}
-            for n in (0, 50, 100)
-        ]
-        rows += [row, {**row, "rows": curve}]
-    alone = {**rows[2], "subject": "step", "step_ms": 500.0, "tokens_per_second": 2e4}
-    alone["peak_mb"] = 1024.0
-    alone |= {"digest": "of a step", "shared": False, "train_seconds": 1.0}
-    alone["configuration"] = {**rows[2]["configuration"], "corpus": "random ids", "steps": 20}
-    for changed in ({"width": 8}, {"compile": True}, {"options": {"conv": 3}}):
-        other = {**alone, "configuration": {**alone["configuration"], **changed}}
-        write(tmp_path, [*rows, other])
-        (table,) = tables.make("pretraining", tmp_path)
-        assert by_name(table)["LLN"]["tokens/s"] == "–"
-    write(tmp_path, [*rows, alone])
-    (table,) = tables.make("pretraining", tmp_path)
-    cells = by_name(table)
-    assert (cells["LLN"]["tokens/s"], cells["LLN"]["peak GiB"]) == ("20,000", "1.0")
-    assert cells["LLN"]["at equal time"] == "3.000"  # 100 steps of half a second
-    assert {cells["Softmax"][name] for name in ("tokens/s", "at equal time", "peak GiB")} == {"–"}
-    assert any("step was not measured" in note for note in table.notes)
-    of_softmax = {**alone, "mechanism": "softmax", "digest": "another", "step_ms": 1000.0}
-    write(tmp_path, [*rows, alone, of_softmax])
-    (table,) = tables.make("pretraining", tmp_path)
-    assert by_name(table)["Softmax"]["at equal time"] == "6.000"  # after 50 of its 100 seconds
 
 
 def test_a_run_that_was_watched_shows_no_peak(tmp_path):
@@ -304,19 +270,16 @@ def test_the_block_of_a_page_is_the_table_or_says_that_there_are_no_rows(tmp_pat
     assert table.markdown() in rewrite(page, tmp_path, BLOCKS)
 
 
-def test_readme_marks_a_model_on_its_plateau_and_shows_memory_beside_time(tmp_path):
-    """A loss before anything is learned is not a result, and time without memory is half of one."""
+def test_readme_shows_both_softmax_and_ours_of_the_largest_scale(tmp_path):
     speed = {"train_seconds": 10.0, "tokens_per_second": 1e6, "peak_mb": 2048.0}
 
     def trained(name, loss, **options):
         return mlm(name, loss, options=options, precision="bf16", batches="packed") | speed
 
-    rows = [trained("softmax", 6.8), trained("lln_diag", 2.9, **RECOMMENDED)]
-    rows += [step("softmax", 4096, 30.0, 2048.0), step("lln_diag", 4096, 10.0, 2150.4)]
+    conv = {"conv": RECOMMENDED["conv"]}
+    rows = [trained("softmax", 6.8), trained("softmax", 2.65, **conv), trained("lln_diag", 3.0)]
+    write(tmp_path, [*rows, trained("lln_diag", 2.91, **RECOMMENDED)])
+    line = best(tmp_path).splitlines()[-1]
+    assert line.endswith("6 × 512, N = 512 (recommended) | 6.80 | 2.65 | 2.91 |")
     write(tmp_path, rows)
-    lines = best(tmp_path).splitlines()
-    assert any(line.endswith("| 6.80 † | – | 2.90 |") for line in lines)
-    assert any(line.endswith("GiB | 2.0 | – | 2.1 |") for line in lines)
-    assert lines[-1].startswith("† Still on the plateau")
-    write(tmp_path, [trained("softmax", 2.6), *rows[1:]])
-    assert "†" not in best(tmp_path)
+    assert best(tmp_path) == NOTHING_YET

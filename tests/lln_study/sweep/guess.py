@@ -1,10 +1,12 @@
-"""A task as small as one can be: how far a guess is from a goal."""
+"""A task as small as one can be, with its table: how far a guess is from a goal."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from lln.report.page import Table
 from lln_study.tasks.experiment import InSweeps
 
 IN_SWEEPS = InSweeps(needs=("guess",), chosen_by=("distance", -1))
@@ -34,4 +36,11 @@ def key(config: Guess, goal: int) -> tuple[str, int]:
 
 def run(config: Guess, goal: int, **where: Any) -> dict[str, Any]:
     digest, seed = key(config, goal)
-    return {"digest": digest, "seed": seed, "distance": abs(goal - config.guess)}
+    about = {"subject": "guess", "mechanism": "none", "configuration": asdict(config)}
+    return {**about, "digest": digest, "seed": seed, "distance": abs(goal - config.guess)}
+
+
+def tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
+    own = [row for row in rows if row["subject"] == "guess"]
+    lines = [[str(row["configuration"]["guess"]), str(row["distance"])] for row in own]
+    return [Table(["guess", "distance"], lines, "Guesses", records=own)] if own else []

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import lln
 from lln.cli.app import app
 from lln.records.rows import append_row, read_rows
+from lln_study.paper.tables import table as tables
 from lln_study.sweep import job as jobs
 from lln_study.sweep.job import Place
 from lln_study.sweep.plan import (
@@ -285,7 +286,7 @@ main(sys.argv[1])
 """
 
 
-def test_a_new_task_is_a_module_and_its_name(tmp_path, monkeypatch):
+def test_a_new_task_is_a_module_and_its_name_and_so_is_its_table(tmp_path, monkeypatch):
     monkeypatch.setitem(experiment.KINDS, "guess", "tests.lln_study.sweep.guess")
     command = Job.command
     monkeypatch.setattr(
@@ -313,6 +314,10 @@ def test_a_new_task_is_a_module_and_its_name(tmp_path, monkeypatch):
     assert (len(outcome.skipped), len(outcome.done)) == (2, 1), said
     rows = [(row["digest"], row["seed"]) for row in read_rows(tmp_path / "guess.jsonl")]
     assert rows == [("1-of-5", 0), ("4-of-5", 0), ("4-of-5", 1)]
+    entry = ("tests.lln_study.sweep.guess", "guesses", "lln sweep guesses.json")
+    monkeypatch.setitem(tables.TABLES, "guess", entry)
+    shown = CliRunner().invoke(app, ["table", "guess", "--markdown", "--results", str(tmp_path)])
+    assert shown.exit_code == 0 and shown.output.count("| 4 | 1 |") == 2, shown.output
 
 
 def test_what_another_file_has_run_is_repeated_too(tmp_path, monkeypatch):

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from lln.cli.app import app
 from lln.report.page import Table, Text
-from lln_study.paper.pages import overview
-from lln_study.paper.pages.overview import NOTHING, items, page
+from lln_study.paper import report
+from lln_study.paper.report import NOTHING, items, page
 from tests.lln_study.paper.vision_rows import lra, vit, write
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
@@ -54,7 +54,7 @@ def test_rows_stand_beside_the_papers_numbers(tmp_path):
 
 @pytest.mark.parametrize("number", ["2", "5a", "5b", "6a", "6b"])
 def test_computed_figures_come_from_their_files(number):
-    panels = overview._computed(number, RESULTS)
+    panels = report._computed(number, RESULTS)
     assert panels and all(len(curve.x) > 1 for panel in panels for curve in panel.curves)
 
 

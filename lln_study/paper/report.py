@@ -7,19 +7,17 @@ differs from docs/results/differences.md, written by hand.
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
 from pathlib import Path
 
 from lln.report.page import Block, Page, Plot, Plots, Section, Table, Text
 from lln.report.panels import Panel, as_page_plots
 from lln_study.paper import results
 from lln_study.paper import values as paper_values
+from lln_study.paper.figures import from_rows
 from lln_study.paper.figures.drawing import PANELS
-from lln_study.paper.figures.from_curves import FIGURES as CURVE_FIGURES
-from lln_study.paper.figures.from_results import FIGURES as ROW_FIGURES
 from lln_study.paper.tables import table as tables
 
-DIFFERENCES = Path(__file__).resolve().parents[3] / "docs" / "results" / "differences.md"
+DIFFERENCES = Path(__file__).resolve().parents[2] / "docs" / "results" / "differences.md"
 LEDE = (
     "Every table and figure of Linear Log-Normal Attention with Unbiased Concentration "
     "(arXiv:2311.13541) beside what this project measured, with scale, data, seeds, device and "
@@ -37,16 +35,15 @@ def items() -> list[list[str]]:
 
 def page(folder: Path, facts: dict[str, str] | None = None) -> Page:
     """The page of all rows in ``folder``."""
-    rows, curves = results.read(folder), results.read_curves(folder)
     sections = []
     for name, title, differs in items():
         kind, number = name.split()
         if kind == "Figure":
-            blocks = _figure(number, folder, rows, curves)
+            blocks = _figure(number, folder)
         else:
             blocks = [*_printed(number), *_ours(number, folder)]
-        if number == "5" and ROW_FIGURES["arena"].panels(rows):
-            blocks += _figure("arena", folder, rows, curves)
+        if number == "5":
+            blocks += _figure("arena", folder)
         blocks.append(Text(f"What differs: {differs}"))
         sections.append(Section(f"{name}. {title}", blocks))
     title = "LLN attention: the paper's results beside ours"
@@ -88,13 +85,9 @@ def _ours(number: str, folder: Path) -> list[Block]:
     return blocks
 
 
-def _figure(
-    number: str, folder: Path, rows: Sequence[results.Row], curves: Sequence[results.Row]
-) -> list[Block]:
-    if number in ROW_FIGURES:
-        panels, command = ROW_FIGURES[number].panels(rows), ROW_FIGURES[number].command
-    elif number in CURVE_FIGURES:
-        panels, command = CURVE_FIGURES[number].panels(curves), CURVE_FIGURES[number].command
+def _figure(number: str, folder: Path) -> list[Block]:
+    if number in from_rows.FIGURES:
+        panels, command = from_rows.panels(number, folder), from_rows.FIGURES[number].command
     else:
         panels, command = _computed(number, folder), f"lln figure {number}"
     if not panels:
