@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import lln.ops.triton as kernels
+import lln.ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -82,7 +82,7 @@ def import_interpreted() -> None:
     try:
         with suppress(ImportError):  # imported at the first launch otherwise
             importlib.import_module("triton.experimental.gluon")
-        for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        for module in pkgutil.walk_packages(lln.ops.__path__, "lln.ops."):
             importlib.import_module(module.name)
     finally:
         del os.environ["TRITON_INTERPRET"]  # the dispatch of other tests must not see it

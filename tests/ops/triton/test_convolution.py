@@ -8,6 +8,7 @@ import torch
 from lln.ops import triton as kernels
 from lln.ops.common.arguments import hide
 from lln.ops.taps.convolution import convolve_by_blocks, convolve_tokens
+from lln.ops.taps.kernels import convolution as operator
 from tests.helpers import relative_error
 from tests.ops.test_convolution import depthwise
 
@@ -99,7 +100,7 @@ def test_onto_alone_needs_no_launch(device, monkeypatch):
     v, weight, d_out = made(20, 3, device=device)
     onto = torch.randn_like(d_out).requires_grad_()
     out = kernels.convolution(v.detach(), weight.detach(), onto=onto)
-    monkeypatch.setattr(kernels.taps.convolution, "_backward", None)
+    monkeypatch.setattr(operator, "_backward", None)
     assert torch.autograd.grad(out, onto, d_out)[0].equal(d_out)
 
 
@@ -128,7 +129,7 @@ def test_modules_take_the_kernel_where_it_fits(taps, width, dtype, device, monke
 
     def kernel(v, weight, **options):
         taken.append(v.shape)
-        return kernels.taps.convolution.convolution(v, weight, **options)
+        return operator.convolution(v, weight, **options)
 
     monkeypatch.setattr(kernels, "convolution", kernel)
     got = convolve_tokens(v, weight)

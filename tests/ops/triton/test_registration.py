@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+import lln.ops
 from lln.ops import triton as kernels
 from lln.ops.common import registration
 from lln.protocols import Call
@@ -48,7 +49,7 @@ def arguments(name: str, device: str) -> tuple:
             q, k, v, None, *tensors(device, K), alpha, beta, *tensors(device, ALPHA), sinks, mask,
             mask, 16, 16, 0.2, False,
         ),
-        "varlen": (*packed, cu, cu, alpha, beta, None),
+        "varlen": (*packed, alpha, beta, cu, cu, None),
         "decode": (*step, *(x.detach() for x in (log_mass, mean, alpha, beta)), None),
         "standard_deviations": (q.detach(), k.detach(), mask, None),
         "match": (
@@ -80,7 +81,7 @@ OPS = (
 
 def operator(name: str) -> torch._ops.OpOverload:
     """Registered where its module is imported, which happens at the first use."""
-    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+    for module in pkgutil.walk_packages(lln.ops.__path__, "lln.ops."):
         importlib.import_module(module.name)
     return getattr(torch.ops.lln, name).default
 

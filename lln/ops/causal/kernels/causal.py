@@ -9,9 +9,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lln.ops.causal.kernels import launch
+from lln.ops.common.gradients import register_attention
 from lln.ops.common.kernels.library import empty_rows
 from lln.ops.common.parts import causal_by_parts
-from lln.ops.common.registration import register
 from lln.ops.linear.kernels.launch import empty_lse, prepared
 from lln.ops.linear.kernels.state import read, summarize
 
@@ -38,7 +38,7 @@ def causal(
 
     def attend(q, k, v, key_mask, _, given):
         log_mass, mean = given or (None, None)
-        return _forward(q, k, v, alpha, beta, log_mass, mean, key_mask)[0]
+        return _causal(q, k, v, alpha, beta, log_mass, mean, key_mask)
 
     return causal_by_parts(
         q, k, v, key_mask, state,
@@ -54,34 +54,28 @@ def _given(log_mass: Tensor | None, mean: Tensor | None) -> launch.Given:
     return launch.Given(log_mass.contiguous(), mean.contiguous())
 
 
-def _forward_impl(q, k, v, alpha, beta, log_mass, mean, key_mask) -> tuple[Tensor, Tensor, Tensor]:
-    if q.numel() == 0 or v.numel() == 0:
-        out, lse, before = _forward_fake(q, k, v, alpha, beta, log_mass, mean, key_mask)
-        return out.zero_(), lse.zero_(), before.zero_()
+def _forward(q, k, v, alpha, beta, log_mass, mean, key_mask) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, key_mask = prepared(q, k, v, key_mask)
-    given = _given(log_mass, mean)
-    return launch.causal(q, k, v, alpha, beta, key_mask, given)
+    return launch.causal(q, k, v, alpha, beta, key_mask, _given(log_mass, mean))
 
 
-def _forward_fake(q, k, v, alpha, beta, log_mass, mean, key_mask) -> tuple[Tensor, Tensor, Tensor]:
-    lse = empty_lse(q)
+def _shapes(q, k, v, alpha, beta, log_mass, mean, key_mask) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_rows(q, v.shape[-1]), empty_lse(q), empty_states(q, k, v)
+
+
+def empty_states(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Uninitialised states before the tiles; none without a token."""
     if q.numel() == 0 or v.numel() == 0:
-        return empty_rows(q, v.shape[-1]), lse, lse.new_empty(0)
-    return empty_rows(q, v.shape[-1]), lse, launch.empty_before(q, k, v)
+        return q.new_empty(0, dtype=torch.float32)
+    return launch.empty_before(q, k, v)
 
 
-def _backward_impl(
+def _backward(
     dout, q, k, v, alpha, beta, log_mass, mean, key_mask, lse, before, need_alpha, need_beta,
-    need_state,
+    need_log_mass, need_mean,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    if q.numel() == 0 or v.numel() == 0:
-        gradients = _backward_fake(
-            dout, q, k, v, alpha, beta, log_mass, mean, key_mask, lse, before, need_alpha,
-            need_beta, need_state,
-        )  # fmt: skip
-        return tuple(x.zero_() for x in gradients)
     q, k, v, key_mask = prepared(q, k, v, key_mask)
-    given = _given(log_mass, mean)
+    given, need_state = _given(log_mass, mean), need_log_mass or need_mean
     found = launch.causal_backward(
         dout, q, k, v, alpha, beta, key_mask, given, lse, before,
         need_alpha=need_alpha, need_beta=need_beta, need_state=need_state,
@@ -100,7 +94,7 @@ def _state_gradients(start: Tensor | None, given: launch.Given) -> tuple[Tensor,
     return (given.mean * d_mean).sum(-1) - (weight * extra).sum(2), d_mean
 
 
-def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def empty_gradients(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialised dq, dk, dv in the memory order that :func:`launch.causal_backward` gives."""
     group = q.shape[1] != k.shape[1]
     like_k = k.new_empty(k.shape) if group else empty_rows(k, k.shape[-1])
@@ -108,54 +102,14 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
     return empty_rows(q, q.shape[-1]), like_k, like_v
 
 
-def _backward_fake(
-    dout, q, k, v, alpha, beta, log_mass, mean, key_mask, lse, before, need_alpha, need_beta,
-    need_state,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    return (
-        *empty_gradients(q, k, v),
-        lse.new_empty(alpha.shape if need_alpha else (0,)),
-        lse.new_empty(beta.shape if need_beta else (0,)),
-        lse.new_empty(log_mass.shape if need_state else (0,)),
-        lse.new_empty(mean.shape if need_state else (0,)),
-    )  # fmt: skip
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs, *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, dout: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dout is None:
-        return (None,) * 8
-    need_alpha, need_beta, need_log_mass, need_mean = ctx.needs_input_grad[3:7]
-    dq, dk, dv, dalpha, dbeta, d_log_mass, d_mean = _backward(
-        dout, *ctx.saved_tensors, need_alpha, need_beta, need_log_mass or need_mean
-    )
-    return (
-        dq, dk, dv,
-        dalpha if need_alpha else None, dbeta if need_beta else None,
-        d_log_mass if need_log_mass else None, d_mean if need_mean else None, None,
-    )  # fmt: skip
-
-
-_INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor? log_mass, Tensor? mean, "
-    "Tensor? key_mask"
-)
-_forward = register(
-    f"causal({_INPUTS}) -> (Tensor out, Tensor lse, Tensor before)",
-    _forward_impl,
-    _forward_fake,
-    save=_save,
-    differentiate=_differentiate,
-)
-_backward = register(
-    f"causal_backward(Tensor dout, {_INPUTS}, Tensor lse, Tensor before, bool need_alpha, "
-    "bool need_beta, bool need_state) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _backward_impl,
-    _backward_fake,
+_causal = register_attention(
+    "causal",
+    tensors="Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor? log_mass, "
+    "Tensor? mean, Tensor? key_mask",
+    saved="Tensor lse, Tensor before",
+    slopes=("alpha", "beta", "log_mass", "mean"),
+    forward=_forward,
+    shapes=_shapes,
+    backward=_backward,
+    like=empty_gradients,
 )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lln.ops.common.kernels.library import empty_rows
+from lln.ops.common.gradients import register_attention
+from lln.ops.common.kernels.library import empty_rows, rows_like
 from lln.ops.common.kernels.tiles import MERGE_IN_READER
 from lln.ops.common.registration import register
 from lln.ops.linear.kernels import launch
@@ -31,7 +30,7 @@ def bidirectional(
     if slot_dropout is not None:
         raise ValueError("slot_dropout is not supported by impl='triton'; use impl='eager'")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, alpha, beta)):
-        return _train(q, k, v, alpha, beta, key_mask)[0]
+        return _train(q, k, v, alpha, beta, key_mask)
     return _infer(q, k, v, alpha, beta, key_mask)
 
 
@@ -52,12 +51,8 @@ def _forward(
     return out, lse, state
 
 
-def _nothing(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return q.numel() == 0 or k.numel() == 0 or v.numel() == 0
-
-
 def _infer_impl(q, k, v, alpha, beta, key_mask) -> Tensor:
-    if _nothing(q, k, v):
+    if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
         return empty_rows(q, v.shape[-1]).zero_()
     return _forward(q, k, v, alpha, beta, key_mask, save=False)[0]
 
@@ -67,8 +62,6 @@ def _infer_fake(q, k, v, alpha, beta, key_mask) -> Tensor:
 
 
 def _train_impl(q, k, v, alpha, beta, key_mask) -> tuple[Tensor, ...]:
-    if _nothing(q, k, v):
-        return tuple(x.zero_() for x in _train_fake(q, k, v, alpha, beta, key_mask))
     out, lse, state = _forward(q, k, v, alpha, beta, key_mask, save=True)
     assert lse is not None and state is not None
     return out, lse, *state
@@ -78,14 +71,9 @@ def _train_fake(q, k, v, alpha, beta, key_mask) -> tuple[Tensor, ...]:
     return empty_rows(q, v.shape[-1]), launch.empty_lse(q), *launch.empty_state(k, v)
 
 
-def _backward_impl(
+def _backward(
     dout, q, k, v, alpha, beta, key_mask, lse, log_mass, mean, norm, need_alpha, need_beta
 ) -> tuple[Tensor | None, ...]:
-    if _nothing(q, k, v):
-        gradients = _backward_fake(
-            dout, q, k, v, alpha, beta, key_mask, lse, log_mass, mean, norm, need_alpha, need_beta
-        )
-        return tuple(x.zero_() for x in gradients)
     q, k, v, key_mask = launch.prepared(q, k, v, key_mask)
     dq, parts, dalpha = launch.read_backward(
         dout, q, alpha, lse, log_mass, mean, need_alpha=need_alpha
@@ -96,43 +84,16 @@ def _backward_impl(
     return dq, dk, dv, dalpha, dbeta
 
 
-def _backward_fake(
-    dout, q, k, v, alpha, beta, key_mask, lse, log_mass, mean, norm, need_alpha, need_beta
-) -> tuple[Tensor, ...]:
-    return (
-        empty_rows(q, q.shape[-1]), empty_rows(k, k.shape[-1]), empty_rows(v, v.shape[-1]),
-        lse.new_empty(alpha.shape if need_alpha else (0,)),
-        lse.new_empty(beta.shape if need_beta else (0,)),
-    )  # fmt: skip
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs, *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, dout: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dout is None:
-        return (None,) * 6
-    need_alpha, need_beta = ctx.needs_input_grad[3:5]
-    dq, dk, dv, dalpha, dbeta = _backward(dout, *ctx.saved_tensors, need_alpha, need_beta)
-    return dq, dk, dv, dalpha if need_alpha else None, dbeta if need_beta else None, None
-
-
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor? key_mask"
-_SAVED = "Tensor lse, Tensor log_mass, Tensor mean, Tensor norm"
 _infer = register(f"bidirectional({_INPUTS}) -> Tensor", _infer_impl, _infer_fake)
-_train = register(
-    f"bidirectional_train({_INPUTS}) -> (Tensor out, {_SAVED})",
-    _train_impl,
-    _train_fake,
-    save=_save,
-    differentiate=_differentiate,
-)
-_backward = register(
-    f"bidirectional_backward(Tensor dout, {_INPUTS}, {_SAVED}, bool need_alpha, bool need_beta) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _backward_impl,
-    _backward_fake,
+_train = register_attention(
+    "bidirectional",
+    tensors=_INPUTS,
+    saved="Tensor lse, Tensor log_mass, Tensor mean, Tensor norm",
+    slopes=("alpha", "beta"),
+    forward=_train_impl,
+    shapes=_train_fake,
+    backward=_backward,
+    like=rows_like,
+    suffix="_train",
 )

@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lln.ops.common.kernels.library import empty_rows, floats
+from lln.ops.common.gradients import register_attention
+from lln.ops.common.kernels.library import empty_rows, floats, rows_like
 from lln.ops.common.registration import register
 from lln.ops.window.eager_near_far import far_mask, sink_positions
 from lln.ops.window.kernels.joint.launch import Far, Near, States, Window, empty_states, forward
@@ -69,7 +70,7 @@ def near_far(
     features = None if q_far is q else q_far, None if k_far is k else k_far
     masks = always, key_mask, far_mask(k, always, key_mask)
     window = block, overlap, scale, is_causal
-    return _near_far(q, k, v, *features, alpha, beta, gamma, *masks, *window)[0]
+    return _near_far(q, k, v, *features, alpha, beta, gamma, *masks, *window)
 
 
 def block_causal(
@@ -86,7 +87,7 @@ def block_causal(
     level = torch.zeros_like(alpha)
     masks = None, key_mask, key_mask
     window = causal_block, -causal_block, 1.0, True
-    return _near_far(q, k, v, None, None, alpha, beta, level, *masks, *window)[0]
+    return _near_far(q, k, v, None, None, alpha, beta, level, *masks, *window)
 
 
 def _parsed(
@@ -98,71 +99,42 @@ def _parsed(
     return Near.prepared(q, k, v, sinks, key_mask), far, window
 
 
-def _impl(q, k, v, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if q.numel() == 0 or v.numel() == 0:
-        return tuple(x.zero_() for x in _fake(q, k, v, *given))  # pyright: ignore
-    out, lse, states = forward(*_parsed(q, k, v, *given))
+def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    out, lse, states = forward(*_parsed(*given))
     assert states is not None
     return out, lse, states.logs, states.means
 
 
-def _fake(q, k, v, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _shapes(q, k, v, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, far, window = _parsed(q, k, v, *given)
     slots = (q if far.q is None else far.q).shape[-1]
     states = empty_states(v, window.states, slots, window.directions)
     return empty_rows(q, v.shape[-1]), floats(q, *q.shape[:3]), states.logs, states.means
 
 
-def _backward_impl(dout, q, k, v, *given: Any) -> tuple[Tensor | None, ...]:
-    if q.numel() == 0 or v.numel() == 0:
-        return tuple(x.zero_() for x in _backward_fake(dout, q, k, v, *given))
-    inputs, (out, lse, logs, means), options = given[:8], given[8:12], given[12:-3]
-    near, far, window = _parsed(q, k, v, *inputs, *options)
+def _backward(dout, *given: Any) -> tuple[Tensor | None, ...]:
+    inputs, (out, lse, logs, means), options = given[:11], given[11:15], given[15:-3]
+    near, far, window = _parsed(*inputs, *options)
     return backward(dout, None, near, far, out, lse, States(logs, means), window, given[-3:])
 
 
-def _backward_fake(dout, q, k, v, q_far, k_far, *given: Any) -> tuple[Tensor, ...]:
-    scales = zip(given[:3], given[-3:], strict=True)
+def _like(q, k, v, q_far, k_far, *_: Any) -> tuple[Tensor, ...]:
     own = (floats(q, 0) if x is None else empty_rows(x, x.shape[-1]) for x in (q_far, k_far))
-    return (
-        *(empty_rows(x, x.shape[-1]) for x in (q, k, v)), *own,
-        *(floats(q, *(x.shape if need else (0,))) for x, need in scales),
-    )  # fmt: skip
+    return *rows_like(q, k, v), *own
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:11], *output)
-    ctx.options = inputs[11:]
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, dout: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dout is None:
-        return (None,) * 15
-    wanted = ctx.needs_input_grad
-    found = _backward(dout, *ctx.saved_tensors, *ctx.options, *wanted[5:8])
-    return *(x if need else None for x, need in zip(found, wanted, strict=False)), *([None] * 7)
-
-
-_INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? q_far, Tensor? k_far, Tensor alpha, Tensor beta, "
-    "Tensor gamma, Tensor? sinks, Tensor? key_mask, Tensor? far_mask"
-)
-_WINDOW = "int block, int overlap, float scale, bool causal"
-_near_far = register(
-    f"near_far({_INPUTS}, {_WINDOW}) -> (Tensor out, Tensor lse, Tensor logs, Tensor means)",
-    _impl,
-    _fake,
-    save=_save,
-    differentiate=_differentiate,
-)
-_backward = register(
-    f"near_far_backward(Tensor dout, {_INPUTS}, Tensor out, Tensor lse, Tensor logs, Tensor means, "
-    f"{_WINDOW}, bool need_alpha, bool need_beta, bool need_gamma) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _backward_impl,
-    _backward_fake,
+_near_far = register_attention(
+    "near_far",
+    tensors="Tensor q, Tensor k, Tensor v, Tensor? q_far, Tensor? k_far, Tensor alpha, Tensor beta, "
+    "Tensor gamma, Tensor? sinks, Tensor? key_mask, Tensor? far_mask",
+    saved="Tensor lse, Tensor logs, Tensor means",
+    options="int block, int overlap, float scale, bool causal",
+    slopes=("alpha", "beta", "gamma"),
+    forward=_forward,
+    shapes=_shapes,
+    backward=_backward,
+    like=_like,
+    saves_out=True,
 )
 
 
