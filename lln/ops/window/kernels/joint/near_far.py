@@ -125,8 +125,8 @@ def _like(q, k, v, q_far, k_far, *_: Any) -> tuple[Tensor, ...]:
 
 _near_far = register_attention(
     "near_far",
-    tensors="Tensor q, Tensor k, Tensor v, Tensor? q_far, Tensor? k_far, Tensor alpha, Tensor beta, "
-    "Tensor gamma, Tensor? sinks, Tensor? key_mask, Tensor? far_mask",
+    tensors="Tensor q, Tensor k, Tensor v, Tensor? q_far, Tensor? k_far, Tensor alpha, "
+    "Tensor beta, Tensor gamma, Tensor? sinks, Tensor? key_mask, Tensor? far_mask",
     saved="Tensor lse, Tensor logs, Tensor means",
     options="int block, int overlap, float scale, bool causal",
     slopes=("alpha", "beta", "gamma"),
