@@ -59,8 +59,8 @@ def test_the_curve_is_that_of_the_cpu(place, tmp_path, attention, batches):
     changes = {"attention": attention, "batches": batches}
     there = run(place, tmp_path / "cuda", **changes)
     close(run(place, tmp_path / "graph", **changes, graph=True), there, 1e-3)
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in {**RUN, **changes}.items()]
-    places = (f"--data={place}", f"--out={tmp_path / 'cpu'}")
+    words = [f"--set={name}={value}" for name, value in {**RUN, "batches": batches}.items()]
+    places = (f"--attention={attention}", f"--data={place}", f"--out={tmp_path / 'cpu'}")
     command = ("-m", "lln.cli.app", "train", "mlm", *words, *places)
     finish(start(*command, CUDA_VISIBLE_DEVICES=""))
     close(there, curve(tmp_path / "cpu"), 1e-3)
