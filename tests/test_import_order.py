@@ -142,6 +142,8 @@ FOLDERS_OF = {
     **{f"ops/{family}/kernels/": {"triton"} for family in FAMILIES},
     "hf/": {"transformers"},
     "onnx/": {"onnx", "onnxscript"},
+    "ops/common/onnx/": {"onnxscript"},
+    **{f"ops/{family}/onnx.py": {"onnxscript"} for family in FAMILIES},
 }
 
 

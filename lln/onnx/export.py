@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 import lln.ops.eager  # noqa: F401  registers the operators
-from lln.onnx.translations import causal, state, windows
+from lln.ops.causal import onnx as causal
+from lln.ops.linear import onnx as state
+from lln.ops.window import onnx as windows
 
 TRANSLATED: dict[str, Callable[..., Any]] = {
     "summarize_eager": state.summarize,

@@ -82,7 +82,8 @@ OPS = (
 def operator(name: str) -> torch._ops.OpOverload:
     """Registered where its module is imported, which happens at the first use."""
     for module in pkgutil.walk_packages(lln.ops.__path__, "lln.ops."):
-        importlib.import_module(module.name)
+        if ".kernels." in module.name:
+            importlib.import_module(module.name)
     return getattr(torch.ops.lln, name).default
 
 

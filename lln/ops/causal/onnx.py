@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lln.onnx.translations.prefix import states_before
-from lln.onnx.translations.rows import Rows, read_rows, slot_weights
-from lln.onnx.translations.state import key_features, state_of
-from lln.onnx.translations.values import (
+from lln.ops.common.onnx.prefix import states_before
+from lln.ops.common.onnx.rows import Rows, read_rows, slot_weights
+from lln.ops.common.onnx.values import (
     NOTHING,
     Floats,
     MaybeBools,
@@ -33,7 +32,8 @@ from lln.onnx.translations.values import (
     swapped,
     without_dropout,
 )
-from lln.onnx.translations.values import wide as wide_input
+from lln.ops.common.onnx.values import wide as wide_input
+from lln.ops.linear.onnx import key_features, state_of
 
 TILE = 64
 _BROADCAST_BELOW = 4  # heights whose matrix products are too small to be worth one

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lln.onnx.translations.prefix import states_after, states_before
-from lln.onnx.translations.rows import read_rows, slot_weights
-from lln.onnx.translations.state import key_features, state_of
-from lln.onnx.translations.values import (
+from lln.ops.common.onnx.prefix import states_after, states_before
+from lln.ops.common.onnx.rows import read_rows, slot_weights
+from lln.ops.common.onnx.values import (
     NOTHING,
     Floats,
     MaybeBools,
@@ -32,7 +31,8 @@ from lln.onnx.translations.values import (
     swapped,
     without_dropout,
 )
-from lln.onnx.translations.values import wide as wide_input
+from lln.ops.common.onnx.values import wide as wide_input
+from lln.ops.linear.onnx import key_features, state_of
 
 
 def near(

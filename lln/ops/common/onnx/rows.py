@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lln.onnx.translations.values import axes, filled, finite_or_zero, op
+from lln.ops.common.onnx.values import axes, filled, finite_or_zero, op
 
 
 @dataclass(frozen=True)

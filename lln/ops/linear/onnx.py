@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lln.onnx.translations.values import (
+from lln.ops.common.onnx.values import (
     NOTHING,
     Floats,
     MaybeBools,
@@ -22,7 +22,7 @@ from lln.onnx.translations.values import (
     swapped,
     without_dropout,
 )
-from lln.onnx.translations.values import wide as wide_input
+from lln.ops.common.onnx.values import wide as wide_input
 
 
 def summarize(

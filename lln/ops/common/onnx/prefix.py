@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from onnxscript import graph, script
 
-from lln.onnx.translations.values import Floats, op
+from lln.ops.common.onnx.values import Floats, op
 
 
 @script(default_opset=op)

@@ -1,1 +1,0 @@
-"""The operators of this package as ONNX nodes, for ``torch.onnx.export``."""

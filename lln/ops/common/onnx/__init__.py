@@ -1,0 +1,1 @@
+"""What the translations of all families share: values, rows of a state, prefix sums."""
