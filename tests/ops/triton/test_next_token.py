@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lln.hf.decode.memory import empty_like
 from lln.hf.serving.seat_layer import SeatLayer
-from lln.hf.serving.seating import empty_like
 from lln.nn import LLNAttention
 from lln.ops import triton as kernels
 from tests.helpers import relative_error
@@ -58,7 +58,7 @@ def seats_of(core: LLNAttention, seats: int, dtype: torch.dtype, device: str) ->
     made |= {"near_k": zeros(width, WIDTH), "near_v": zeros(width, VALUES)}
     if local.sinks:
         made |= {"sink_k": zeros(local.sinks, WIDTH), "sink_v": zeros(local.sinks, VALUES)}
-    if local.overlap and core.has_features:
+    if core.has_features:
         made["near_features"] = zeros(width, core.slots)
     position = torch.zeros(seats, dtype=torch.long, device=device)
     return SeatLayer(core, empty_like(made, seats), position)
@@ -111,7 +111,7 @@ def test_steps_are_rows_of_the_whole(name, dtype, device, launched):
         assert relative_error(got, expected) < (2e-6 if dtype == torch.float32 else 6e-3)
 
 
-@pytest.mark.parametrize("name", ["sinks", "slots", "normalised"])
+@pytest.mark.parametrize("name", ["sinks", "slots", "slots, no window", "normalised"])
 def test_the_memory_is_that_of_the_plain_steps(name, device, launched, monkeypatch):
     """Tensor by tensor, after every step: a stream may be moved to another device."""
     core, given = core_of(name, device), [x.float() for x in inputs(1, device)]
