@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lln.hf import cache
 from lln.hf.decode.memory import empty_like
 from lln.hf.serving.seat_layer import SeatLayer
 from lln.nn import LLNAttention
@@ -125,6 +126,22 @@ def test_the_memory_is_that_of_the_plain_steps(name, device, launched, monkeypat
         for key, own in layers[0].tensors.items():
             torch.testing.assert_close(own, layers[1].tensors[key], rtol=1e-5, atol=1e-6)
     assert len(launched) == TOKENS
+
+
+@pytest.mark.parametrize("name", ["sinks", "slots", "slots, no window"])
+@torch.no_grad()
+def test_generate_takes_the_same_steps(name, device, launched, monkeypatch):
+    """After a prompt, and after a chunk in the middle, as if all samples were on a GPU."""
+    monkeypatch.setattr(cache, "may_look_at", lambda _: False)
+    core, given = core_of(name, device), [x.float() for x in inputs(2, device)]
+    layer, found = cache.StateLayer(), []
+    for piece in zip(*(x.split([4, 1, 1, 3, 1, 1, 1, 1], 2) for x in given), strict=True):
+        layer.update(*piece[1:])
+        found.append(layer.attend(core, *piece, None))
+    assert len(launched) == 6
+    exact = core_of(name, device).double()
+    whole = exact.attend_in_model(*(x.double() for x in given), None, None, is_causal=True)
+    assert relative_error(torch.cat(found, 2).double(), whole) < 2e-6
 
 
 def test_a_state_to_which_nothing_is_added_keeps_its_bits(device, launched):
