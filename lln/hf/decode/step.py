@@ -153,9 +153,9 @@ class _Step:
     def _some_begin(self, local: Local, later: int = 0) -> bool:
         """Whether a block of some sample begins, now or with a later token.
 
-        True also where the host cannot tell without waiting.
+        True also where the host may not look: steps that fold are those of graphs, too.
         """
-        if not may_look_at(self.position):
+        if self.folds or not may_look_at(self.position):
             return True
         return bool(((self.position + later) % local.block == 0).any())
 
