@@ -125,12 +125,11 @@ class Memory:
         features = self.tensors.get("near_features", self.tensors["near_k"])
         return features, self.tensors["near_v"]
 
-    def sinks(self) -> Int[Tensor, "B n"]:
+    def sinks(self) -> Int[Tensor, "#B n"]:
         """Where the sinks stand, or will; NOWHERE if a mask decides."""
         if "sink_position" in self.tensors:
             return self.tensors["sink_position"]
-        own = torch.arange(self.tensors["sink_k"].shape[2], device=self.position.device)
-        return own.expand(len(self.position), -1)
+        return torch.arange(self.tensors["sink_k"].shape[2], device=self.position.device)[None]
 
     def is_sink(self, position: Int[Tensor, "B n"]) -> Bool[Tensor, "B n"]:
         """Whether sinks stand at these positions."""
