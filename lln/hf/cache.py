@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,27 +10,23 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
-from lln.functional import prefill
-from lln.hf import next_token
 from lln.hf.cores import attend, calibration_of
-from lln.hf.open_block import OpenBlock
-from lln.hf.open_window import OpenWindow
+from lln.hf.decode import chunk, step
+from lln.hf.decode.inputs import Constants, Tokens
+from lln.hf.decode.memory import Memory
 from lln.hf.rotation import Rotation
-from lln.hf.softmax import KeptKeys, put_softmax, softmax_heads_of
+from lln.hf.softmax import kept_keys, put_softmax, softmax_heads_of
 from lln.nn import LLNAttention
-from lln.ops.common.arguments import hide
-from lln.ops.linear.state import State, summarize
-from lln.ops.taps.convolution import convolve_next, last_values
-from lln.ops.window.eager_near_far import combine
+from lln.ops.common.arguments import may_look_at
 from lln.protocols import compute_dtype
 
 
 class StateLayer(CacheLayerMixin):
     """A cache layer of O(D E) per head, whatever the length.
 
-    LLN+Diag adds one block of K and V, with what overlaps it and sinks, and a convolution of K taps
-    the last K − 1 values. Under one normaliser the state holds the keys that left the window. Heads
-    that keep softmax need all their keys and values, which grow beside it.
+    What it keeps is a :class:`~lln.hf.decode.memory.Memory`: a state, near keys, sinks, the last
+    values before a convolution. Heads that keep softmax need all their keys and values, which grow
+    beside it.
 
     transformers updates a cache before it attends, and only the attention knows the queries. So
     ``update`` marks the keys it hands on, and the attention call that gets them reads the state and
@@ -47,16 +42,16 @@ class StateLayer(CacheLayerMixin):
     is_croppable = False
 
     def __init__(self) -> None:
-        self.state: State | None = None
+        self.memory: Memory | None = None
         super().__init__()
         self.tokens = 0
-        self.block: OpenBlock | None = None
-        self.window: OpenWindow | None = None
-        self.last: Tensor | None = None
-        self.kept: KeptKeys | None = None
+        self.heads: tuple[int, ...] = ()  # that keep softmax
         self._unread = False
-        self.padded = False  # whether a mask was ever given
-        self.counts: list[int] | None = None  # of the window, where the host knows them
+
+    @property
+    def state(self) -> object:
+        """Not None where the keys are gone."""
+        return self.memory
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate nothing: there is nothing to hold before the first tokens."""
@@ -65,7 +60,7 @@ class StateLayer(CacheLayerMixin):
     @property
     def keys(self) -> Tensor | None:
         """All keys as long as no attention has read the state."""
-        if self.state is not None:
+        if self.memory is not None:
             raise AttributeError(
                 "this cache holds a state, which has no keys; copy it with copy.deepcopy(cache), "
                 "or generate with past_key_values=DynamicCache(config=model.config), which keeps "
@@ -82,14 +77,14 @@ class StateLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Announce new tokens; the attention call that follows reads them into the state."""
         self.lazy_initialization(key_states, value_states)
-        if self.state is not None and self._unread:
+        if self.memory is not None and self._unread:
             raise RuntimeError(
                 "the last tokens given to this cache were not read by the attention that decodes "
                 "from its state: that call was interrupted, or the attention was changed since. "
                 "Start again with a new cache"
             )
         self.tokens += key_states.shape[2]
-        if self.state is None:
+        if self.memory is None:
             key_states, value_states = self._keep(key_states, value_states)
         self._unread = True
         return mark(key_states, self), value_states
@@ -125,54 +120,40 @@ class StateLayer(CacheLayerMixin):
                 "them already; generate with past_key_values=DynamicCache(config=model.config), "
                 "which keeps all keys"
             )
-        self.padded = self.padded or key_mask is not None
-        whole, key_mask = key_mask, None if key_mask is None else key_mask[:, -k.shape[2] :]
-        moved = False
+        new_mask = None if key_mask is None else key_mask[:, -k.shape[2] :]
         heads = softmax_heads_of(core)
-        kept = KeptKeys.of(heads, k, v, core.num_heads) if heads else None
-        if self.state is None:
-            options = {"key_mask": key_mask, "is_causal": True, "rotation": rotation}
+        if self.memory is None:
+            options = {"key_mask": new_mask, "is_causal": True, "rotation": rotation}
             out = attend(core, q, k, v, **options)
+            self._begin(core, k, v, new_mask, rotation)
+            self._keep_heads(heads, k, v, core.num_heads)
         else:
-            kept = KeptKeys.join(self.kept, kept)
-            step = self._next(core, q, k, v, key_mask, rotation)
-            moved = step is not None and step[1]
-            out = self._continue(core, q, k, v, key_mask, rotation) if step is None else step[0]
-            if kept is not None:
+            out = self._continue(core, q, k, v, new_mask, rotation).to(q.dtype)
+            self._keep_heads(heads, k, v, core.num_heads)
+            if heads:
+                seen = (self.memory.tensors[name] for name in ("kept_k", "kept_v"))
                 group = core.num_heads // core.num_kv_heads
-                options = {"group": group, "key_mask": whole, "is_causal": True}
-                out = put_softmax(out, heads, q, kept.k, kept.v, **options)
-        if not moved:
-            self.counts = None
-            self._remember(core, k, v, key_mask, rotation)
-        self.kept = kept
+                options = {"group": group, "key_mask": key_mask, "is_causal": True}
+                out = put_softmax(out, heads, q, *seen, **options)
         self._unread = False
         return out
 
-    def _next(
+    def _begin(
         self,
         core: LLNAttention,
-        q: Tensor,
         k: Tensor,
         v: Tensor,
         key_mask: Tensor | None,
         rotation: Rotation | None,
-    ) -> tuple[Tensor, bool] | None:
-        """The short way to answer one token, and whether it was read; None where there is none."""
-        if k.shape[2] != 1 or not next_token.serves(core, self.window):
-            return None
-        assert self.window is not None and self.state is not None
-        if self.counts is None:
-            self.counts = next_token.counts_of(self.window, self.tokens - 1, padded=self.padded)
-        if self.counts is None:
-            return None
-        mask = _mask(k, key_mask) if self.padded else None
-        out, moved = next_token.attend_next(
-            core, self.window, self.state, self.counts, q, k, v, mask, rotation
-        )
-        if moved:
-            self.counts = [count + 1 for count in self.counts]
-        return out, moved
+    ) -> None:
+        """Remember the first tokens."""
+        constants = Constants.of(core, compute_dtype(k))
+        none = k.new_zeros((len(k), core.num_heads, 0, k.shape[3]))
+        new = Tokens.of(core, none, k, v, constants, rotation)
+        empty = Memory.empty(core, new.k, v, new.k_far)
+        self.memory = chunk.append(core, empty, new, constants, key_mask)
+        self.heads = softmax_heads_of(core)
+        self._keys = self.values = None
 
     def _continue(
         self,
@@ -183,79 +164,37 @@ class StateLayer(CacheLayerMixin):
         key_mask: Tensor | None,
         rotation: Rotation | None,
     ) -> Tensor:
+        """Read new tokens: one in place where that is possible, any number otherwise."""
+        assert self.memory is not None
         wide = compute_dtype(q, k, v)
-        own = _Step.of(core, q.to(wide), k.to(wide), v.to(wide), _mask(k, key_mask), rotation)
-        if self.window is not None and core.level is not None:
-            out = self._continue_jointly(core, own)
-        else:
-            out = self._continue_apart(core, own)
-        if self.last is not None and core.conv_weight is not None:
-            seen = hide(v, key_mask).to(wide)
-            near = convolve_next(seen, core.conv_weight, self.last, impl=core.impl)
-            out = out + core.for_queries(near)
-        return out.to(q.dtype)
-
-    def _continue_apart(self, core: LLNAttention, own: _Step) -> Tensor:
-        """LLN, or its mean with the near keys, each normalised by itself."""
-        assert self.state is not None
-        out, _ = prefill(
-            own.q_far,
-            own.k_far,
-            own.v,
-            self.state,
-            alpha=own.alpha,
-            beta=own.beta,
-            key_mask=own.key_mask,
-            impl=core.impl,
-        )
-        if self.block is not None:
-            local = self.block.attend(own.q, own.k, own.v, own.key_mask, scale=core.scale)
-        elif self.window is not None and core.local is not None:
-            (local, _), _ = self.window.attend(
-                own.q, own.q_far, own.k, own.v, own.k_far, own.key_mask, core.local
-            )
-        else:
+        constants = Constants.of(core, wide)
+        new = Tokens.of(core, q.to(wide), k.to(wide), v.to(wide), constants, rotation)
+        if key_mask is None and self.memory.masked:
+            key_mask = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
+        if k.shape[2] > 1 or torch.is_grad_enabled():
+            out, self.memory = chunk.attend(core, self.memory, new, constants, key_mask)
             return out
-        weight = core.mix_weight(out.dtype)
-        weight = 0.5 if weight is None else weight
-        weight = torch.as_tensor(weight, dtype=out.dtype, device=out.device).expand(out.shape[1])
-        return torch.lerp(local, out, weight[:, None, None])
+        memory = self.memory.writable()
+        memory = memory if key_mask is None else memory.with_mask(core.local)
+        if not may_look_at(k):  # kernels fold, and where blocks begin only the device knows
+            memory = chunk.with_pending(core, memory, constants)
+        count = self.tokens - 1 if key_mask is None else None
+        out = step.attend_(core, memory, new, constants, key_mask=key_mask, count=count)
+        memory.advance_(key_mask)
+        self.memory = memory
+        return out
 
-    def _continue_jointly(self, core: LLNAttention, own: _Step) -> Tensor:
-        """Near keys and far ones under one normaliser."""
-        assert self.state is not None and self.window is not None and core.local is not None
-        near, far = self.window.attend(
-            own.q, own.q_far, own.k, own.v, own.k_far, own.key_mask, core.local
-        )
-        linear = far(self.state, own.alpha, own.beta)
-        gamma = core.stored_level().to(own.alpha).expand(own.alpha.shape)
-        return combine(near, linear, gamma)
-
-    def _remember(
-        self,
-        core: LLNAttention,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        rotation: Rotation | None,
-    ) -> None:
-        self._keys = self.values = None
-        own = _Step.of(core, None, k, v, _mask(k, key_mask), rotation)
-        options = {"beta": own.beta, "impl": core.impl}
-        local, gone = core.local, None
-        if local is not None and (local.joint or local.overlap or local.sinks):
-            window = self.window or OpenWindow.empty(own.k, v, own.k_far, local)
-            self.window, gone = window.append(own.k, v, own.k_far, own.key_mask, local, **options)
-        elif local is not None:
-            block = self.block or OpenBlock.empty(k, v, local.block)
-            self.block = block.append(own.k, v, own.key_mask)
-        if gone is None or local is None or not local.joint:
-            gone = summarize(own.k_far, v, key_mask=own.key_mask, **options)
-        self.state = gone if self.state is None else self.state.merge(gone)
-        if core.conv:
-            nothing = v.new_zeros(*v.shape[:2], core.conv - 1, v.shape[3])
-            past = nothing if self.last is None else self.last
-            self.last = last_values(hide(v, key_mask), past)
+    def _keep_heads(self, heads: tuple[int, ...], k: Tensor, v: Tensor, num_heads: int) -> None:
+        """Add the keys and values that heads with softmax see."""
+        assert self.memory is not None
+        if heads != self.heads:
+            raise ValueError(
+                f"heads {list(heads)} keep softmax, but this cache was begun with "
+                f"{list(self.heads)}; start with a new cache"
+            )
+        for name, x in (("kept_k", k), ("kept_v", v)) if heads else ():
+            new = kept_keys(x, heads, num_heads)
+            self.memory.tensors[name] = torch.cat([self.memory.tensors[name], new], 2)
 
     def get_seq_length(self) -> int:
         """Tokens read so far."""
@@ -273,14 +212,12 @@ class StateLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Go back to the start of a stream."""
-        self.tokens, self.state, self.block, self.last = 0, None, None, None
-        self.window = self.kept = self.counts = None
-        self.padded = False
+        self.tokens, self.memory, self.heads = 0, None, ()
         self._keys = self.values = None
         self._unread = False
 
     def __copy__(self) -> StateLayer:
-        """A layer that goes on alone: windows are written in place."""
+        """A layer that goes on alone: memory is written in place."""
         other = type(self)()
         vars(other).update(vars(self))
         other._map(torch.clone)
@@ -313,48 +250,10 @@ class StateLayer(CacheLayerMixin):
         """Do nothing: nothing was moved away."""
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self.state is not None:
-            parts = (getattr(self.state, field.name) for field in dataclasses.fields(self.state))
-            self.state = State(*(change(part) for part in parts))
-        if self.block is not None:
-            self.block = self.block.map(change)
-        if self.window is not None:
-            self.window, self.counts = self.window.map(change), None
-        if self.last is not None:
-            self.last = change(self.last)
-        if self.kept is not None:
-            self.kept = KeptKeys(self.kept.heads, change(self.kept.k), change(self.kept.v))
+        if self.memory is not None:
+            self.memory = self.memory.map(change)
         if self._keys is not None and self.values is not None:
             self._keys, self.values = change(self._keys), change(self.values)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """The new tokens as a core sees them: centred, mapped, with its constants."""
-
-    q: Tensor
-    q_far: Tensor
-    k: Tensor
-    v: Tensor
-    k_far: Tensor
-    key_mask: Tensor
-    alpha: Tensor  # [B, H]
-    beta: Tensor  # [B, Hkv]
-
-    @staticmethod
-    def of(
-        core: LLNAttention,
-        q: Tensor | None,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor,
-        rotation: Rotation | None,
-    ) -> _Step:
-        """``q`` is None where only keys are remembered."""
-        alpha, beta = (x.to(compute_dtype(k)).expand(len(k), -1) for x in core.scales())
-        queries = k.new_zeros((len(k), core.num_heads, 0, k.shape[3])) if q is None else q
-        k, q_far, k_far = core.decoding_inputs(queries, k, beta, rotation)
-        return _Step(queries, q_far, k, v, k_far, mask, alpha, core.far_beta(beta))
 
 
 def mark(keys: Tensor, layer: CacheLayerMixin) -> Tensor:
@@ -367,12 +266,6 @@ def mark(keys: Tensor, layer: CacheLayerMixin) -> Tensor:
 def state_layer(keys: Tensor) -> Any:
     """The cache layer that handed on these keys, if it may keep a state of those before."""
     return getattr(keys, "_lln_layer", None)
-
-
-def _mask(k: Tensor, key_mask: Tensor | None) -> Tensor:
-    if key_mask is not None:
-        return key_mask
-    return torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
 
 
 def use_states(cache: object, modules: list[nn.Module]) -> None:

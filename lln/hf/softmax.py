@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
@@ -98,29 +97,3 @@ def _key_heads(heads: Sequence[int], group: int) -> list[int]:
 def pick(x: Tensor, heads: Sequence[int]) -> Tensor:
     """Chosen heads; by slices, as an index would be copied to the device in every call."""
     return torch.stack([x[:, head] for head in heads], 1)
-
-
-@dataclass(frozen=True)
-class KeptKeys:
-    """All keys and values so far that the heads with softmax see."""
-
-    heads: tuple[int, ...]
-    k: Tensor
-    v: Tensor
-
-    @staticmethod
-    def of(heads: tuple[int, ...], k: Tensor, v: Tensor, num_heads: int) -> KeptKeys:
-        return KeptKeys(heads, kept_keys(k, heads, num_heads), kept_keys(v, heads, num_heads))
-
-    @staticmethod
-    def join(past: KeptKeys | None, new: KeptKeys | None) -> KeptKeys | None:
-        """Both together; the heads must be the same all along."""
-        before, now = (() if x is None else x.heads for x in (past, new))
-        if before != now:
-            raise ValueError(
-                f"heads {list(now)} keep softmax, but this cache was begun with {list(before)}; "
-                "start with a new cache"
-            )
-        if past is None or new is None:
-            return None
-        return KeptKeys(now, torch.cat([past.k, new.k], 2), torch.cat([past.v, new.v], 2))

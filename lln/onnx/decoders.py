@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from lln.hf.decode.memory import empty_like
 from lln.hf.serving.engine import Engine
 from lln.hf.serving.seat_layer import cache_of
-from lln.hf.serving.seating import empty_like
 from lln.onnx.export import export
 from lln.onnx.models import session_of
 

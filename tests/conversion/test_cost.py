@@ -75,12 +75,12 @@ def test_the_cache_of_softmax_grows_and_the_state_does_not():
 
 
 def test_a_cache_is_counted_whole():
-    """Window, far keys, sinks and state of every layer, as one formula has them."""
+    """Ring, sinks, states and positions of every layer."""
     model = converted(make("llama"))
     cache = cost._filled(model, text(1, 50), 16)
     assert all(isinstance(layer, lln.hf.StateLayer) for layer in cache.layers)
-    parts = [x for layer in cache.layers for x in vars(layer.window).values()]
-    parts += [x for layer in cache.layers for x in vars(layer.state).values()]
+    parts = [layer.memory.position for layer in cache.layers]
+    parts += [x for layer in cache.layers for x in layer.memory.tensors.values()]
     assert cost.cache_bytes(cache) == sum(x.numel() * x.element_size() for x in parts)
 
 

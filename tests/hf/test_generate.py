@@ -8,7 +8,6 @@ import transformers as hf
 
 import lln.hf
 from lln.hf import StateLayer
-from lln.hf.open_block import OpenBlock
 from tests.hf.tiny import DECODERS, make, padded, text
 
 PROMPT, NEW = 9, 7
@@ -159,10 +158,7 @@ def test_the_state_does_not_grow(name):
             text(1, 3), max_new_tokens=tokens, do_sample=False, return_dict_in_generate=True
         )
         layer = out.past_key_values.layers[0]
-        parts = [layer.state.log_mass, layer.state.mean]
-        parts += [] if layer.block is None else [layer.block.k, layer.block.v, layer.block.valid]
-        parts += [] if layer.last is None else [layer.last]
-        return sum(part.untyped_storage().nbytes() for part in parts)
+        return sum(x.untyped_storage().nbytes() for x in layer.memory.tensors.values())
 
     assert held(30) == held(5) > 0
 
@@ -207,28 +203,3 @@ def test_uncalibrated_models_are_named():
     message = r"layer 0 \(model.layers.0.self_attn\) of LlamaForCausalLM has no calibrated"
     with pytest.raises(ValueError, match=message):
         model.generate(text(), max_new_tokens=2)
-
-
-@pytest.mark.parametrize("pieces", [(13,), (1,) * 13, (2, 5, 6), (6, 1, 6), (3, 1, 1, 8)], ids=str)
-def test_open_blocks_equal_one_pass(pieces):
-    """Blocks counted from the first real token, whatever the pieces; masked tokens in between."""
-    from lln.hf.padding import from_first_token
-    from lln.ops.window.block_diagonal import block_diagonal
-
-    q = torch.randn(4, 4, 13, 8, dtype=torch.float64)
-    k, v = torch.randn(2, 4, 2, 13, 8, dtype=torch.float64)
-    mask = torch.arange(13) >= torch.tensor([[0], [2], [7], [13]])
-    mask[1, 5] = False
-
-    def plain(q, k, v, key_mask):
-        return block_diagonal(q, k, v, block=3, scale=0.5, key_mask=key_mask, is_causal=True)
-
-    expected = from_first_token(plain, q, k, v, mask)
-    block, outputs = OpenBlock.empty(k, v, 3), []
-    for piece in zip(*(x.split(pieces, 2) for x in (q, k, v)), mask.split(pieces, 1), strict=True):
-        outputs.append(block.attend(*piece, scale=0.5))
-        block = block.append(*piece[1:])
-    got = torch.cat(outputs, 2)
-    real = mask[:, None, :, None].expand_as(got)
-    torch.testing.assert_close(got[real], expected[real])
-    assert got.isfinite().all()

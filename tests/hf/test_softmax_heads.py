@@ -125,8 +125,9 @@ def test_generation_keeps_their_keys_beside_the_state(attention, heads, how):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
     layer = got.past_key_values.layers[0]
     assert isinstance(layer, StateLayer)
-    assert layer.kept.k.shape[1:3] == (len({head // 2 for head in heads[0]}), 13 + 5 + 7)
-    assert (got.past_key_values.layers[1].kept is None) == (1 not in heads)
+    kept = layer.memory.tensors["kept_k"]
+    assert kept.shape[1:3] == (len({head // 2 for head in heads[0]}), 13 + 5 + 7)
+    assert ("kept_k" in got.past_key_values.layers[1].memory.tensors) == (1 in heads)
 
 
 def test_generation_from_all_keys_is_the_same():

@@ -12,10 +12,10 @@ from transformers.cache_utils import DynamicCache
 
 from lln.device.capture import captured
 from lln.hf.cache import use_states
+from lln.hf.decode.memory import empty_like
 from lln.hf.serving.choice import drawn, likeliest
 from lln.hf.serving.layers import Layers, longest_stream
-from lln.hf.serving.seat_layer import SeatLayer, cache_of
-from lln.hf.serving.seating import empty_like, tensors_of
+from lln.hf.serving.seat_layer import SeatLayer, cache_of, tensors_of
 from lln.hf.serving.stream import Choice, Stream
 
 

@@ -2,11 +2,6 @@
 
 Every tensor is allocated once, its first axis the seats. A step has the same shapes and addresses
 whatever the streams are at, and asks nothing of the host: a CUDA graph can hold it.
-
-Near keys lie in a ring of W = C + overlap places, the token at position p in place p mod W. A block
-of them leaves the window at once, when the next block begins; so that no step has more to do than
-another, each folds the key at p − overlap, which will leave with this block, into a pending state,
-and the first step of a block merges it into the far one.
 """
 
 from __future__ import annotations
@@ -14,20 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from lln.hf.cache import mark
-from lln.hf.next_token import softmax_over
+from lln.hf.cache import StateLayer, mark
+from lln.hf.decode import chunk, step
+from lln.hf.decode.inputs import Constants, Tokens
+from lln.hf.decode.memory import Memory
 from lln.hf.rotation import Rotation
 from lln.hf.softmax import kept_keys, put_softmax, softmax_heads_of
 from lln.nn import LLNAttention
-from lln.ops import triton as kernels
-from lln.ops.linear.eager_state import merge
-from lln.ops.taps.convolution import convolve_next, last_values
-from lln.ops.window.eager_near_far import combine
-from lln.ops.window.local import Local
 from lln.protocols import compute_dtype
 
 
@@ -36,7 +29,8 @@ class SeatLayer(CacheLayerMixin):
 
     Args:
         core: The attention of the layer; None where it keeps softmax.
-        tensors: By name, as :func:`lln.hf.serving.seating.tensors_of` makes them, one row a seat.
+        tensors: Those of a :class:`~lln.hf.decode.memory.Memory`, one row a seat; where keys of
+            softmax are kept, with room for the longest stream.
         position: Position of the token that comes next, per seat; shared by all layers, and moved
             by whoever calls the model.
     """
@@ -52,7 +46,8 @@ class SeatLayer(CacheLayerMixin):
         self.core, self.tensors, self.position = core, tensors, position
         self.is_initialized = True
         if core is not None:
-            self.beta, self.constants = _constants(core, tensors["mean"])
+            with torch.no_grad():
+                self.constants = Constants.of(core, tensors["mean"].dtype)
 
     @property
     def state(self) -> object:
@@ -72,8 +67,8 @@ class SeatLayer(CacheLayerMixin):
                 "Engine.add"
             )
         if self.core is None:
-            key_states = self._write("kept_k", key_states, self.position)
-            value_states = self._write("kept_v", value_states, self.position)
+            key_states = step.write_(self.tensors["kept_k"], key_states, self.position)
+            value_states = step.write_(self.tensors["kept_v"], value_states, self.position)
         return mark(key_states, self), value_states
 
     def visible(self) -> Bool[Tensor, "B 1 1 L"]:
@@ -91,147 +86,20 @@ class SeatLayer(CacheLayerMixin):
     ) -> Float[Tensor, "B H 1 E"]:
         """Causal attention of one token of every seat to all before; moves the tensors."""
         assert key_mask is None, "the tokens of seats are all real"
-        wide = compute_dtype(q, k, v)
-        queries, values = q.to(wide), v.to(wide)
-        keys, q_far, k_far = core.decoding_inputs(queries, k.to(wide), self.beta, rotation)
-        if self._has_kernel(core, q_far, k_far, values):
-            out = self._by_kernel(core, queries, keys, values, q_far, k_far)
-        else:
-            out = self._step(core.local, queries, keys, values, q_far, k_far)
-        if core.conv_weight is not None:
-            last = self.tensors["last"]
-            out = out + core.for_queries(convolve_next(values, core.conv_weight, last))
-            last.copy_(last_values(v, last))
+        wide, memory = compute_dtype(q, k, v), Memory(self.tensors, self.position)
+        given = q.to(wide), k.to(wide), v.to(wide)
+        new = Tokens.of(core, *given, self.constants, rotation)
+        out = step.attend_(core, memory, new, self.constants)
         heads = softmax_heads_of(core)
         if heads:
             group = core.num_heads // core.num_kv_heads
             seen = [
-                self._write(name, kept_keys(x, heads, core.num_heads), self.position)
+                step.write_(self.tensors[name], kept_keys(x, heads, core.num_heads), self.position)
                 for name, x in (("kept_k", k), ("kept_v", v))
             ]
             options = {"group": group, "key_mask": self._so_far(), "is_causal": True}
             out = put_softmax(out, heads, q, *seen, **options)
         return out.to(q.dtype)
-
-    def _has_kernel(self, core: LLNAttention, q_far: Tensor, k_far: Tensor, values: Tensor) -> bool:
-        """Whether near and far keys are under one normaliser, and a kernel takes them."""
-        if core.local is None or not core.local.joint or core.impl not in (None, "triton"):
-            return False
-        if torch.compiler.is_compiling():  # it writes in place, unknown to a tracer
-            return False
-        return kernels.refuses_next_token(q_far, values, k_far, self.tensors) is None
-
-    def _by_kernel(
-        self,
-        core: LLNAttention,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_far: Tensor,
-        k_far: Tensor,
-    ) -> Float[Tensor, "B H 1 E"]:
-        assert core.local is not None
-        memory = self.position, self.tensors
-        return kernels.next_token(
-            q, k, v, q_far, k_far, *memory, local=core.local, **self.constants
-        )
-
-    def _step(
-        self, local: Local | None, q: Tensor, k: Tensor, v: Tensor, q_far: Tensor, k_far: Tensor
-    ) -> Float[Tensor, "B H 1 E"]:
-        """The same in PyTorch's operations, and for branches that are averaged."""
-        near = None if local is None else self._near(q, k, v, local)
-        if local is not None and local.joint:
-            linear = self._read(q_far, self._leave(k_far, v, local))
-        else:
-            self._fold("", k_far, v, None)
-            linear = self._read(q_far, None)
-        return self._together(near, linear)
-
-    def _together(
-        self, near: tuple[Tensor, Tensor] | None, linear: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        if near is None:
-            return linear[0]
-        if "gamma" in self.constants:
-            gamma = self.constants["gamma"]
-            return combine(near, linear, gamma.expand(linear[1].shape[0], -1))
-        return torch.lerp(near[0], linear[0], self.constants["mix"][:, None, None])
-
-    def _near(
-        self, q: Tensor, k: Tensor, v: Tensor, local: Local
-    ) -> tuple[Float[Tensor, "B H 1 E"], Float[Tensor, "B H 1"]]:
-        """Softmax over the window and the sinks before it: output and logarithm of its sum."""
-        width, position = local.block + local.overlap, self.position[:, None]
-        place = self.position % width
-        keys, values = self._write("near_k", k, place), self._write("near_v", v, place)
-        first = position - position % local.block - local.overlap  # of the window
-        places = torch.arange(width, device=k.device)
-        seen = position - (position - places) % width >= first.clamp(min=0)
-        parts = [(keys, values, seen)]
-        if local.sinks:
-            own = torch.arange(local.sinks, device=k.device)
-            new = (own == position)[:, None, :, None]
-            for name, x in (("sink_k", k), ("sink_v", v)):
-                sink = self.tensors[name]
-                sink.copy_(torch.where(new, x.to(sink.dtype), sink))
-            parts.append((self.tensors["sink_k"], self.tensors["sink_v"], own < first))
-        out, log = softmax_over(q, parts, local.scale)
-        return out.flatten(1, 2)[:, :, None], log.flatten(1, 2)[..., None]
-
-    def _leave(self, k_far: Tensor, v: Tensor, local: Local) -> Bool[Tensor, " B"]:
-        """Let keys leave the window; returns which seats have far ones at all."""
-        parts = [self.tensors[name] for name in ("log_mass", "mean")]
-        waiting = [self.tensors[name] for name in ("pending_log_mass", "pending_mean")]
-        begins = self.position % local.block == 0
-        for own, merged in zip(parts, merge(*parts, *waiting), strict=True):
-            own.copy_(torch.where(_like(begins, own), merged, own))
-        for own, nothing in zip(waiting, (-torch.inf, 0.0), strict=True):
-            own.masked_fill_(_like(begins, own), nothing)
-        leaving = self.position - local.overlap
-        if local.overlap:
-            width = local.block + local.overlap
-            if "near_features" in self.tensors:
-                self._write("near_features", k_far, self.position % width)
-            name = "near_features" if "near_features" in self.tensors else "near_k"
-            place = leaving % width
-            k_far, v = (_one(self.tensors[x], place).to(v.dtype) for x in (name, "near_v"))
-        self._fold("pending_", k_far, v, leaving >= local.sinks)
-        first = self.position - self.position % local.block - local.overlap
-        return first > local.sinks
-
-    def _fold(self, prefix: str, k: Tensor, v: Tensor, wanted: Bool[Tensor, " B"] | None) -> None:
-        """Add one key and value of every seat to a state, or of those that are wanted."""
-        log_mass, mean = (self.tensors[prefix + name] for name in ("log_mass", "mean"))
-        weight = (self.constants["beta"][:, None] * k[:, :, 0]).to(mean.dtype)
-        after = torch.logaddexp(log_mass, weight)
-        share = torch.exp(weight - after)[..., None]
-        if wanted is not None:
-            after = torch.where(_like(wanted, after), after, log_mass)
-            share = share.masked_fill(~_like(wanted, share), 0)
-        mean.lerp_(v.to(mean.dtype).expand_as(mean), share.expand_as(mean))
-        log_mass.copy_(after)
-
-    def _read(
-        self, q: Tensor, there: Bool[Tensor, " B"] | None
-    ) -> tuple[Float[Tensor, "B H 1 E"], Float[Tensor, "B H 1"]]:
-        """What the queries get from the state, and the logarithm of its sum; −inf for no key."""
-        log_mass, mean = self.tensors["log_mass"], self.tensors["mean"]
-        rows = (self.constants["alpha"][:, None, None] * q).to(mean.dtype)
-        rows = rows.unflatten(1, (mean.shape[1], -1)).flatten(3)  # [B, Hkv, G, S]
-        if there is not None:
-            log_mass = log_mass.masked_fill(~_like(there, log_mass), 0)
-        scores = rows + log_mass[:, :, None]
-        log = torch.logsumexp(scores, -1)
-        out = torch.exp(scores - log[..., None]) @ mean
-        if there is not None:
-            log = log.masked_fill(~_like(there, log), -torch.inf)
-        return out.flatten(1, 2)[:, :, None], log.flatten(1, 2)[..., None]
-
-    def _write(self, name: str, new: Tensor, place: Int[Tensor, " B"]) -> Tensor:
-        """The tensor, after one token of every seat was written at its place."""
-        buffer = self.tensors[name]
-        return buffer.scatter_(2, _index(place, new), new.to(buffer.dtype))
 
     def _so_far(self) -> Bool[Tensor, "B L"]:
         length = self.tensors["kept_k"].shape[2]
@@ -256,7 +124,7 @@ class SeatLayer(CacheLayerMixin):
         other = SeatLayer(None, tensors, position)
         other.core = self.core
         if self.core is not None:
-            other.beta, other.constants = self.beta, self.constants
+            other.constants = self.constants
         return other
 
     def copy_(self, seat: int, stream: dict[str, Tensor]) -> None:
@@ -270,28 +138,21 @@ def cache_of(layers: list[SeatLayer]) -> Cache:
     return Cache(layers=list(layers))
 
 
-def _constants(core: LLNAttention, mean: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """What evaluation takes from a core's statistics, read once: β for its features, and theirs."""
-    with torch.no_grad():
-        alpha, beta = (x.to(mean.dtype).clone() for x in core.scales())
-        found: dict[str, Any] = {"alpha": alpha, "beta": core.far_beta(beta)}
-        if core.level is not None:
-            found["gamma"] = core.stored_level().to(mean.dtype).clone()
-        else:
-            weight = core.mix_weight(mean.dtype)
-            found["mix"] = mean.new_full((core.num_heads,), 0.5) if weight is None else weight
-    return beta, found
+def tensors_of(layer: Any, core: LLNAttention | None, length: int) -> dict[str, Tensor]:
+    """The row of a seat from a cache layer that has read one prompt without padding.
 
-
-def _like(flags: Bool[Tensor, " B"], x: Tensor) -> Tensor:
-    """Flags per seat, with as many axes as x."""
-    return flags.view(-1, *(1,) * (x.dim() - 1))
-
-
-def _index(place: Int[Tensor, " B"], like: Tensor) -> Tensor:
-    return place[:, None, None, None].expand(-1, like.shape[1], 1, like.shape[3])
-
-
-def _one(x: Tensor, place: Int[Tensor, " B"]) -> Float[Tensor, "B Hkv 1 D"]:
-    """The token at a place of every seat."""
-    return x.gather(2, _index(place, x))
+    Args:
+        layer: A :class:`StateLayer`, or any that keeps all keys.
+        core: Of the layer; None where it keeps softmax.
+        length: Places for the keys of layers and heads with softmax.
+    """
+    if core is None:
+        found = {"kept_k": layer.keys, "kept_v": layer.values}
+    else:
+        assert isinstance(layer, StateLayer) and layer.memory is not None
+        constants = Constants.of(core, layer.memory.tensors["mean"].dtype)
+        found = chunk.with_pending(core, layer.memory, constants).tensors
+    return {
+        name: F.pad(x, (0, 0, 0, length - x.shape[2])) if name.startswith("kept_") else x
+        for name, x in found.items()
+    }

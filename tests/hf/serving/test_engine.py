@@ -7,9 +7,7 @@ import torch
 import transformers as hf
 
 import lln.hf
-import lln.onnx
 from lln.hf import Engine
-from lln.hf.cache import use_states
 from tests.hf.tiny import make, text
 
 MECHANISMS = {
@@ -27,25 +25,13 @@ MECHANISMS = {
 }  # fmt: skip
 LENGTHS = (1, 9, 2, 17)
 NEW = 10
-MIXES = {
-    "average": {},
-    "a number": {"mix": 0.3},
-    "a number per head": {"mix": [0.05, 0.3, 0.7, 1.0]},
-    "learned": {"mix": "learned"},
-    "joint": {"mix": "joint"},
-}
-WINDOWS = {"block": {}, "window": {"diag_overlap": 3, "sinks": 2}}
 
 
 def ready(family: str, name: str, **changes):
-    return replaced(make(family, **changes), name.split()[0], **MECHANISMS[name])
-
-
-def replaced(model, attention: str, **options):
     """A decoder in float64: rounding chooses no token."""
-    model.double()
+    model = make(family, **changes).double()
     torch.manual_seed(11)
-    lln.hf.replace(model, attention, quiet=True, **options)
+    lln.hf.replace(model, name.split()[0], quiet=True, **MECHANISMS[name])
     for key, x in model.named_parameters():
         if "mix_logit" in key:
             x.data.copy_(torch.linspace(-1, 1, len(x)))
@@ -78,43 +64,6 @@ def test_every_stream_is_generated_as_if_alone(family, name):
     streams = Engine(model, 2).generate(prompts(), max_new_tokens=NEW)
     assert [s.tokens for s in streams] == [alone(model, prompt) for prompt in prompts()]
     assert {s.seat for s in streams} == {0, 1} and {s.ended for s in streams} == {"length"}
-
-
-def from_states(model, ids):
-    """Logits of every token, read one by one by the caches that generate makes."""
-    cache = hf.DynamicCache(config=model.config)
-    use_states(cache, list(model.modules()))
-    return torch.cat([model(x, past_key_values=cache).logits for x in ids.split(1, 1)], 1)
-
-
-def from_all_keys(model, ids):
-    cache = hf.DynamicCache(config=model.config)
-    return torch.cat([model(x, past_key_values=cache).logits for x in ids.split(1, 1)], 1)
-
-
-def by_decoder_step(model, ids):
-    """As the graph of lln.onnx does it, in torch."""
-    step = lln.onnx.DecoderStep(model)
-    state, found = step.empty(len(ids)), []
-    for place in range(ids.shape[1]):
-        logits, *state = step(ids[:, place], torch.full((len(ids),), place), *state)
-        found.append(logits)
-    return torch.stack(found, 1)
-
-
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("mix", MIXES)
-@torch.no_grad()
-def test_every_mix_by_every_way_of_decoding(mix, window):
-    """Each against the model without any cache; tokens beyond the windows."""
-    options = {"diag_block": 4, **MIXES[mix], **WINDOWS[window]}
-    model, ids = replaced(make("llama"), "lln_diag", **options), text(2, 19)
-    whole = model(ids, use_cache=False).logits
-    for decode in (from_states, from_all_keys, by_decoder_step):
-        torch.testing.assert_close(decode(model, ids), whole, rtol=1e-6, atol=1e-6)
-    streams = Engine(model, 2).generate(prompts(), max_new_tokens=NEW)
-    expected = [alone(model, prompt, use_cache=False) for prompt in prompts()]
-    assert [stream.tokens for stream in streams] == expected
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 9}, {"top_p": 0.7}, {"top_k": 20, "top_p": 0.9}])

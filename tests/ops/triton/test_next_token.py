@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lln.hf import cache
+from lln.hf.decode.memory import empty_like
 from lln.hf.serving.seat_layer import SeatLayer
-from lln.hf.serving.seating import empty_like
 from lln.nn import LLNAttention
 from lln.ops import triton as kernels
 from tests.helpers import relative_error
@@ -58,7 +59,7 @@ def seats_of(core: LLNAttention, seats: int, dtype: torch.dtype, device: str) ->
     made |= {"near_k": zeros(width, WIDTH), "near_v": zeros(width, VALUES)}
     if local.sinks:
         made |= {"sink_k": zeros(local.sinks, WIDTH), "sink_v": zeros(local.sinks, VALUES)}
-    if local.overlap and core.has_features:
+    if core.has_features:
         made["near_features"] = zeros(width, core.slots)
     position = torch.zeros(seats, dtype=torch.long, device=device)
     return SeatLayer(core, empty_like(made, seats), position)
@@ -111,7 +112,7 @@ def test_steps_are_rows_of_the_whole(name, dtype, device, launched):
         assert relative_error(got, expected) < (2e-6 if dtype == torch.float32 else 6e-3)
 
 
-@pytest.mark.parametrize("name", ["sinks", "slots", "normalised"])
+@pytest.mark.parametrize("name", ["sinks", "slots", "slots, no window", "normalised"])
 def test_the_memory_is_that_of_the_plain_steps(name, device, launched, monkeypatch):
     """Tensor by tensor, after every step: a stream may be moved to another device."""
     core, given = core_of(name, device), [x.float() for x in inputs(1, device)]
@@ -125,6 +126,22 @@ def test_the_memory_is_that_of_the_plain_steps(name, device, launched, monkeypat
         for key, own in layers[0].tensors.items():
             torch.testing.assert_close(own, layers[1].tensors[key], rtol=1e-5, atol=1e-6)
     assert len(launched) == TOKENS
+
+
+@pytest.mark.parametrize("name", ["sinks", "slots", "slots, no window"])
+@torch.no_grad()
+def test_generate_takes_the_same_steps(name, device, launched, monkeypatch):
+    """After a prompt, and after a chunk in the middle, as if all samples were on a GPU."""
+    monkeypatch.setattr(cache, "may_look_at", lambda _: False)
+    core, given = core_of(name, device), [x.float() for x in inputs(2, device)]
+    layer, found = cache.StateLayer(), []
+    for piece in zip(*(x.split([4, 1, 1, 3, 1, 1, 1, 1], 2) for x in given), strict=True):
+        layer.update(*piece[1:])
+        found.append(layer.attend(core, *piece, None))
+    assert len(launched) == 6
+    exact = core_of(name, device).double()
+    whole = exact.attend_in_model(*(x.double() for x in given), None, None, is_causal=True)
+    assert relative_error(torch.cat(found, 2).double(), whole) < 2e-6
 
 
 def test_a_state_to_which_nothing_is_added_keeps_its_bits(device, launched):

@@ -1,4 +1,4 @@
-"""One step of decoding with near and far keys under one normaliser, for seats that stay in place.
+"""One step of decoding with near and far keys under one normaliser, whose memory stays in place.
 
 Two launches instead of some eighty small operations. The memory is written in place, and nothing is
 asked of the host: a CUDA graph can hold it.
@@ -40,8 +40,8 @@ def next_token(
 
     Args:
         position: Of the token, per seat.
-        memory: By name, as :class:`lln.hf.serving.seat_layer.SeatLayer` keeps it; states in
-            float32, everything contiguous.
+        memory: By name, as in :class:`lln.hf.decode.memory.Memory`; states in float32, everything
+            contiguous.
         local: Block, overlap, sinks and scale.
     """
     (batch, heads, _, d), kv_heads, e = q.shape, k.shape[1], v.shape[-1]

@@ -1,7 +1,7 @@
 # type: ignore
 """One more token of every seat: its key joins the window, one leaves it, and its queries attend.
 
-Positions are those of each seat; the memory is laid out as in :mod:`lln.hf.serving.seat_layer`.
+Positions are those of each seat; the memory is laid out as in :mod:`lln.hf.decode.memory`.
 """
 
 from __future__ import annotations
@@ -81,12 +81,13 @@ def move_kernel(
             sink_k = SINK_K + (head * sinks + position) * D + coordinates
             tl.store(sink_k, k.to(SINK_K.dtype.element_ty), mask=real)
     feature = tl.load(K_FAR + b * far_batch + h * far_head + slots, mask=inside, other=0.0)
+    if NEAR_FEATURES is not None:
+        own = NEAR_FEATURES + (head * width + place) * S + slots
+        tl.store(own, feature.to(NEAR_FEATURES.dtype.element_ty), mask=inside)
     if OVERLAP:
         if NEAR_FEATURES is None:  # S = D: features are keys
             leaver = NEAR_K + (head * width + spot) * D + slots
         else:
-            own = NEAR_FEATURES + (head * width + place) * S + slots
-            tl.store(own, feature.to(NEAR_FEATURES.dtype.element_ty), mask=inside)
             leaver = NEAR_FEATURES + (head * width + spot) * S + slots
         feature = tl.load(leaver, mask=inside, other=0.0)
     x = tl.where(inside, feature.to(tl.float32) * tl.load(BETA + h), float("-inf"))
