@@ -127,7 +127,7 @@ def _linear(random: _Draw, x: Tensor, others: Tensor, used: Tensor, classes: Ten
 def _cells(random: _Draw, x: Tensor, others: Tensor, used: Tensor, classes: Tensor) -> Tensor:
     number = random.between(4, MOST_PROTOTYPES, len(x), 1, 1).maximum(classes)
     place = torch.arange(MOST_PROTOTYPES, device=x.device)
-    distance = torch.cdist(x, others).masked_fill(place >= number, torch.inf)
+    distance = distances(x, others).masked_fill(place >= number, torch.inf)
     return distance.argmin(-1) % classes[..., 0]
 
 
@@ -143,6 +143,11 @@ def _tree(random: _Draw, x: Tensor, others: Tensor, used: Tensor, classes: Tenso
     label = leaf.gather(1, node - 2**DEPTH)
     is_changed = random.uniform(*label.shape) < 0.1 * random.uniform(count, 1)
     return torch.where(is_changed, (random.uniform(*label.shape) * classes[..., 0]).long(), label)
+
+
+def distances(x: Float[Tensor, "B N F"], y: Float[Tensor, "B M F"]) -> Float[Tensor, "B N M"]:
+    """Euclidean, not by products, which a GPU may round."""
+    return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 _CLASSES_OF = {"network": _network, "cells": _cells, "tree": _tree, "linear": _linear}

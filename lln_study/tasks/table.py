@@ -220,7 +220,7 @@ def nearest(features: Tensor, labels: Tensor, count: int = NEIGHBOURS) -> Tensor
     """What the nearest rows of the context say of the questions, by most votes."""
     context = labels.shape[1]
     values = Columns.of(features[:, :context], None).normalized(features)
-    distance = torch.cdist(values[:, context:], values[:, :context])
+    distance = tables.distances(values[:, context:], values[:, :context])
     found = distance.topk(min(count, context), largest=False).indices  # [B, Q, count]
     votes = labels[:, None].expand(-1, found.shape[1], -1).gather(2, found)
     return nn.functional.one_hot(votes, tables.CLASSES).sum(2).argmax(-1)
