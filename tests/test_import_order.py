@@ -52,7 +52,10 @@ STUDY: dict[str, set[str]] = {
     "study.paper.tables": {"study.paper", "study.sweep_files", "report", "records"},
     "study.train": {"device", "instruments", "records", "report"},
     "study.data": {"texts", "device", "records"},
-    "study.tasks": {"study.data", "study.train", "texts", "hf", "zoo", "records", "report"},
+    "study.tasks": {
+        *("study.data", "study.train", "texts", "hf", "zoo", "nn", "functional", "records"),
+        "report",
+    },
     "study.sweep": {"study.sweep_files", "study.tasks", "study.data", "study.train", "records"},
     "study.bench": {
         *("report", "functional", "nn", "zoo", "hf", "mechanisms", "moments", "ops"),

@@ -1,4 +1,4 @@
-"""``lln train vit`` and ``lln train lra``: images and long sequences."""
+"""``lln train vit``, ``lra`` and ``table``: images, long sequences, sets of rows."""
 
 from __future__ import annotations
 
@@ -105,6 +105,48 @@ def lra(
         row = tasks.run(config, arrays, folder=folder, results=results, progress=bar)
         _print_end(row, folder, results)
         exit_if_diverged(row)
+
+
+@train_app.command("table")
+def table(
+    attention: Attention = "lln",
+    settings_given: Set = None,
+    out: Out = None,
+    results: Results = None,
+    fitted: Annotated[
+        bool, typer.Option("--fitted", help="Only fit scikit-learn's classifiers to real tables.")
+    ] = False,
+) -> None:
+    """Train a model to classify rows of tables it has not seen, from the rows beside them.
+
+    Tables are generated; any attention of the zoo that can cross and needs no places. At the end
+    the tables of scikit-learn are classified in context; --fitted gives what to compare with.
+    """
+    with running("lln train table"):
+        from lln.report.progress import shown
+        from lln_study.tasks import experiment, real_tables
+        from lln_study.tasks import table as tasks
+
+        if fitted:
+            results = results or Path("results") / "table.jsonl"
+            for name in real_tables.classifiers():
+                row = real_tables.fitted_row(name)
+                experiment.record(results, row, once=True)
+                typer.echo(f"{name}: {_accuracies(row['real'])}")
+            return
+        changes = settings(settings_given, tasks.configure(attention=attention), attention)
+        config = tasks.configure(attention=attention, **changes)
+        folder = out or Path("runs") / f"table-{attention}-seed{config.train.seed}"
+        results = results or folder / "results.jsonl"
+        row = tasks.run(config, folder=folder, results=results, progress=shown(attention))
+        _print_end(row, folder, results)
+        if row["real"] and is_first_process():
+            typer.echo(f"real tables: {_accuracies(row['real'])}")
+        exit_if_diverged(row)
+
+
+def _accuracies(real: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in real.items())
 
 
 def _print_generated(done: int, total: int) -> None:

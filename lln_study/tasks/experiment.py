@@ -33,7 +33,8 @@ from lln_study.train.task import Summary, Task
 Key = tuple[str, int]
 #: Name -> module, imported when it is asked for.
 KINDS = {
-    name: f"lln_study.tasks.{name}" for name in ("mlm", "glue", "vit", "lra", "step", "lra_step")
+    name: f"lln_study.tasks.{name}"
+    for name in ("mlm", "glue", "vit", "lra", "table", "step", "lra_step", "table_cost")
 }
 
 

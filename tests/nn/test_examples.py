@@ -32,6 +32,14 @@ def test_replace_softmax_keeps_the_concentration():
     assert entropy["softmax"] < 6
 
 
+@pytest.mark.slow
+def test_a_table_is_classified_and_drawn(tmp_path, capsys):
+    figure = tmp_path / "figure.svg"
+    right = run("classify_a_table.py", steps=3, figure=str(figure))
+    assert len(right["LLN"]) == 5 and right["k-NN"][-1] > 0.9
+    assert "898 rows, LLN" in capsys.readouterr().out and "<svg" in figure.read_text()
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_examples_stay_short(path):
     assert len(path.read_text().splitlines()) < 70

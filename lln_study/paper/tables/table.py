@@ -20,6 +20,11 @@ TABLES: dict[str, tuple[str, str, str]] = {
     "3": ("lln_study.paper.tables.vit", "ViT on images", "lln sweep sweeps/vit.json"),
     "4": ("lln_study.paper.tables.arena_cost", "timed LRA steps", "lln sweep sweeps/table4.json"),
     "5": ("lln_study.paper.tables.arena", "the Long Range Arena", "lln sweep sweeps/lra.json"),
+    "sets": (
+        "lln_study.paper.tables.sets",
+        "classified tables",
+        "lln sweep sweeps/tables.json",
+    ),
     "pretraining": (
         "lln_study.paper.tables.pretraining",
         "two pre-trainings of one size",
