@@ -37,7 +37,7 @@ def test_a_table_is_classified_and_drawn(tmp_path, capsys):
     figure = tmp_path / "figure.svg"
     right = run("classify_a_table.py", steps=3, figure=str(figure))
     assert len(right["LLN"]) == 5 and right["k-NN"][-1] > 0.9
-    assert "898 rows, LLN" in capsys.readouterr().out and "<svg" in figure.read_text()
+    assert "284 rows, LLN" in capsys.readouterr().out and "<svg" in figure.read_text()
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
