@@ -38,11 +38,12 @@ class Constants:
         return Constants(alpha, beta, core.far_beta(beta), gamma, core.mix_weight(dtype))
 
     def together(
-        self, near: tuple[Tensor, Tensor], linear: tuple[Tensor, Tensor]
+        self, near: tuple[Tensor, Tensor], linear: tuple[Tensor, Tensor | None]
     ) -> Float[Tensor, "B H N E"]:
         """Near keys and LLN as one attention: outputs and logarithms of their sums."""
         if self.gamma is not None:
-            return combine(near, linear, self.gamma.expand(len(near[0]), -1))
+            assert linear[1] is not None
+            return combine(near, (linear[0], linear[1]), self.gamma.expand(len(near[0]), -1))
         if self.mix is None:
             return torch.lerp(near[0], linear[0], 0.5)
         return torch.lerp(near[0], linear[0], self.mix[:, None, None])

@@ -24,6 +24,7 @@ from lln.ops.linear.state import summarize
 from lln.ops.taps.convolution import convolve_next, last_values
 from lln.ops.window.eager_near_far import NOWHERE
 from lln.ops.window.local import Local
+from lln.protocols import Call
 
 Part = tuple[Tensor, Tensor, Tensor | None]
 
@@ -48,9 +49,9 @@ def attend_(
     if key_mask is None and _has_kernel(core, memory, new):
         out = _by_kernel(core, memory, new, constants)
     elif count is not None:
-        out = _Together(memory, new, constants, count).attend_(core.local)
+        out = _Together(memory, new, constants, count).attend_(core)
     else:
-        out = _Step(memory, new, constants, key_mask).attend_(core.local)
+        out = _Step(memory, new, constants, key_mask).attend_(core)
     if core.conv_weight is not None:
         last, values = memory.tensors["last"], hide(new.v, key_mask)
         out = out + core.for_queries(convolve_next(values, core.conv_weight, last))
@@ -99,23 +100,22 @@ class _Step:
         self.tensors, self.position = memory.tensors, memory.position
         self.folds = "pending_mean" in memory.tensors
 
-    def attend_(self, local: Local | None) -> Float[Tensor, "B H 1 E"]:
+    def attend_(self, core: LLNAttention) -> Float[Tensor, "B H 1 E"]:
+        local = core.local
         near = None if local is None else softmax_over(self.new.q, self._near(local), local.scale)
         if local is not None and local.joint:
             if self.folds:
                 self._leave_one_by_one(local)
             linear = self._read() if self._has_far(local) else None
         else:
-            real = None if self.key_mask is None else self.key_mask[:, 0]
-            self._fold("", self.new.k_far, self.new.v, real)
-            linear = self._read()
+            linear = self._join_and_read(core)
         leaves = local is not None and local.joint and not self.folds
         if local is not None and (leaves or self.key_mask is not None):
             self._end_block(local)
         return self._together(near, linear)
 
     def _together(
-        self, near: tuple[Tensor, Tensor] | None, linear: tuple[Tensor, Tensor] | None
+        self, near: tuple[Tensor, Tensor] | None, linear: tuple[Tensor, Tensor | None] | None
     ) -> Float[Tensor, "B H 1 E"]:
         if near is None:
             assert linear is not None
@@ -124,6 +124,7 @@ class _Step:
             return near[0]
         if self.constants.gamma is None:
             return self.constants.together(near, linear)
+        assert linear[1] is not None
         share = torch.sigmoid(near[1] - linear[1] - self.constants.gamma[:, None])
         if self.key_mask is not None:
             share = share.nan_to_num(0)  # neither near nor far keys: padding
@@ -209,6 +210,25 @@ class _Step:
             real = self.tensors["valid"].gather(1, place[:, None])  # none before the first token
             wanted = (real & ~self.memory.is_sink(leaving[:, None]))[:, 0]
         self._fold("pending_", k_far, v, wanted)
+
+    def _join_and_read(self, core: LLNAttention) -> tuple[Tensor, Tensor | None]:
+        """Let the token join the state and read it, in one launch where a kernel takes it."""
+        new, log_mass, mean = self.new, self.tensors["log_mass"], self.tensors["mean"]
+        call = Call("decode", new.q_far, new.k_far, new.v)
+        if core.impl not in (None, "triton") or kernels.refuses(call) is not None:
+            real = None if self.key_mask is None else self.key_mask[:, 0]
+            self._fold("", new.k_far, new.v, real)
+            return self._read()
+        alpha, beta = (x.expand(len(mean), -1) for x in (self.constants.alpha, self.constants.beta))
+        out, *after = kernels.decode(
+            *(new.q_far, new.k_far, new.v, log_mass, mean),
+            alpha=alpha,
+            beta=beta,
+            key_mask=self.key_mask,
+        )
+        log_mass.copy_(after[0])
+        mean.copy_(after[1])
+        return out, None
 
     def _merge(self, begins: Bool[Tensor, " B"]) -> None:
         """Put the pending state into the far one."""

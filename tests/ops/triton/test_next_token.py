@@ -144,6 +144,32 @@ def test_generate_takes_the_same_steps(name, device, launched, monkeypatch):
     assert relative_error(torch.cat(found, 2).double(), whole) < 2e-6
 
 
+@pytest.mark.parametrize("window", [{}, {"diag_block": 4}, {"diag_block": 4, "diag_overlap": 2}])
+@pytest.mark.parametrize("masked", [False, True])
+@torch.no_grad()
+def test_a_state_with_a_normaliser_of_its_own_takes_one_launch(window, masked, device, monkeypatch):
+    if device == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    decode, launched = kernels.decode, []
+    monkeypatch.setattr(kernels, "decode", lambda *x, **o: launched.append(1) or decode(*x, **o))
+    scales = {"alpha": [0.5, 0.8, 1.1, 1.5], "beta": [0.6, 1.2], "statistics": "fixed"}
+    core = LLNAttention(HEADS, WIDTH, num_kv_heads=KEY_HEADS, causal=True, **scales, **window)
+    core = core.to(device).eval()
+    sizes = HEADS, KEY_HEADS, KEY_HEADS
+    given = [torch.randn(2, heads, TOKENS, WIDTH, device=device) for heads in sizes]
+    mask = torch.ones(2, TOKENS, dtype=torch.bool, device=device)
+    mask[1, 6] = not masked
+    layer, found, start = cache.StateLayer(), [], 0
+    for piece in zip(*(x.split([5, *[1] * (TOKENS - 5)], 2) for x in given), strict=True):
+        start += piece[0].shape[2]
+        layer.update(*piece[1:])
+        found.append(layer.attend(core, *piece, mask[:, :start] if masked else None))
+    assert len(launched) == TOKENS - 5
+    seen = mask if masked else None
+    whole = core.double().attend_in_model(*(x.double() for x in given), seen, seen, is_causal=True)
+    assert relative_error(torch.cat(found, 2).double(), whole) < 2e-6
+
+
 def test_a_state_to_which_nothing_is_added_keeps_its_bits(device, launched):
     """Sinks never leave: the pending state of the first tokens stays empty, the far one too."""
     core = core_of("many sinks", device)
