@@ -15,15 +15,16 @@ if TYPE_CHECKING:
     from lln import distributed, hf, instruments, moments, nn, onnx
     from lln.functional import attention, attention_varlen, prefill, which
     from lln.moments import match_moments
-    from lln.ops.linear.state import State, read, summarize
+    from lln.ops.linear.state import State
+    from lln.ops.linear.summarize import read, summarize
     from lln.zoo import create, describe, list_mechanisms
 
 _PUBLIC = {
     "attention": "lln.functional",
     "attention_varlen": "lln.functional",
     "prefill": "lln.functional",
-    "summarize": "lln.ops.linear.state",
-    "read": "lln.ops.linear.state",
+    "summarize": "lln.ops.linear.summarize",
+    "read": "lln.ops.linear.summarize",
     "State": "lln.ops.linear.state",
     "match_moments": "lln.moments",
     "which": "lln.functional",

@@ -29,7 +29,8 @@ from lln.ops.dispatch import choose, name_of
 from lln.ops.linear.bidirectional import bidirectional
 from lln.ops.linear.eager_varlen import in_groups
 from lln.ops.linear.normalized_keys import normalized_keys
-from lln.ops.linear.state import State, read, summarize
+from lln.ops.linear.state import State
+from lln.ops.linear.summarize import read, summarize
 from lln.ops.linear.varlen import check_packed, check_packed_qkv, varlen
 from lln.ops.window.lln_diag import lln_diag
 from lln.ops.window.local import Local, check_level, read_causal_block, read_local, read_mix

@@ -208,6 +208,29 @@ def test_the_table_has_no_cycle():
     graphlib.TopologicalSorter(LAYERS).prepare()
 
 
+def test_no_file_is_imported_by_what_it_imports():
+    files = {name_of(path).removesuffix(".__init__"): path for path in modules()}
+    graph: dict[str, set[str]] = {name: set() for name in files}
+    for own, path in files.items():
+        for name, at_once in imports(path):
+            while name and name not in files:
+                name = name.rpartition(".")[0]
+            if at_once and name and name != own:
+                graph[own].add(name)
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("folder", ["conversion", "serving"])
+def test_attention_of_transformers_does_not_know_what_is_built_on_it(folder: str):
+    above = f"lln.hf.{folder}."
+    files = [path for path in (PACKAGE / "hf").glob("*.py") if path.stem != "__init__"]
+    files += (PACKAGE / "hf" / "decode").glob("*.py")
+    found = [
+        place_of(path) for path in files for name, _ in imports(path) if name.startswith(above)
+    ]
+    assert not found
+
+
 @pytest.mark.parametrize("path", modules(), ids=place_of)
 def test_imports_point_down_and_packages_stay_in_their_layer(path: Path):
     found = list(imports(path))

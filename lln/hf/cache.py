@@ -96,6 +96,9 @@ class StateLayer(CacheLayerMixin):
         self._keys, self.values = k, v
         return k, v
 
+    def visible(self) -> None:
+        """What a layer with softmax may see of these keys: the mask of the call says it."""
+
     def attend(
         self,
         core: LLNAttention,

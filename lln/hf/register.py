@@ -15,8 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lln import zoo
 from lln.hf import cores
-from lln.hf.cache import StateLayer, state_layer
-from lln.hf.conversion.lessons import Call
+from lln.hf.cache import state_layer
 from lln.hf.cores import Calibration, calibration_of
 from lln.hf.masks import (
     Visible,
@@ -30,8 +29,7 @@ from lln.hf.one_by_one import one_by_one
 from lln.hf.packing import LENGTHS, from_lengths, from_positions
 from lln.hf.positions import RELATIVE, check_positions, is_rotary
 from lln.hf.rotation import HANDED_ON, Rotation, rotation_of
-from lln.hf.serving.seat_layer import SeatLayer
-from lln.hf.softmax import pair_mask, softmax_attention
+from lln.hf.softmax import SoftmaxCall, pair_mask, softmax_attention
 
 MIXED = "lln_mixed"  # models in which some layers keep softmax attention
 # Arguments of an attention call that change what softmax computes, and that linear attention has no
@@ -115,9 +113,9 @@ def attention_forward(
         options = {"dropout": dropout, "scaling": scaling, **others}
         return one_by_one(attend, core, (query, key, value), *found, options), None
     if core is None:
-        seats = state_layer(key)
-        if isinstance(seats, SeatLayer):
-            attention_mask = seats.visible()
+        layer = state_layer(key)
+        own_mask = None if layer is None else layer.visible()
+        attention_mask = attention_mask if own_mask is None else own_mask
         _state_of(module, None, key)
         _refuse(type(module).__name__, others, LEFT_OUT_BY_SDPA)
         return _softmax(
@@ -171,7 +169,7 @@ def attention_forward(
     options = {"key_mask": seen.key_mask, "is_causal": causal, "scale": scale}
     out = softmax_attention(query, key, value, **options)
     query_mask = None if seen.key_mask is None else seen.key_mask[:, -query.shape[2] :]
-    call = Call(query, key, value, out, seen.key_mask, query_mask, causal, scale, rotation)
+    call = SoftmaxCall(query, key, value, out, seen.key_mask, query_mask, causal, scale, rotation)
     if calibration is not None:
         _measure(calibration, core, query, key, value, seen.key_mask, causal, rotation)
     lesson.compare(core, answer, call)
@@ -304,9 +302,7 @@ def _measure(
     return softmax_attention(q, k, v, **options, scale=q.shape[-1] ** -0.5)
 
 
-def _state_of(
-    module: nn.Module, core: nn.Module | None, key: Tensor
-) -> StateLayer | SeatLayer | None:
+def _state_of(module: nn.Module, core: nn.Module | None, key: Tensor) -> Any:
     """The cache layer these keys come from, for a core that decodes from its state."""
     layer = state_layer(key)
     calibration = calibration_of(core)

@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+
+from lln.hf.rotation import Rotation
+
+
+@dataclass(frozen=True)
+class SoftmaxCall:
+    """Queries, keys and values of one call of a layer, and what softmax answered.
+
+    Attributes:
+        key_mask, query_mask: True at real tokens.
+        scale: Of q·k in softmax.
+        rotation: For feature maps that see q and k before it.
+    """
+
+    q: Float[Tensor, "B H N D"]
+    k: Float[Tensor, "B Hkv M D"]
+    v: Float[Tensor, "B Hkv M E"]
+    wanted: Float[Tensor, "B H N E"]
+    key_mask: Bool[Tensor, "B M"] | None
+    query_mask: Bool[Tensor, "B N"] | None
+    is_causal: bool
+    scale: float
+    rotation: Rotation | None = None
 
 
 def softmax_attention(

@@ -11,7 +11,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lln.moments import MomentFit
-from lln.nn import sharded
 from lln.nn.branches import attend_drawn
 from lln.nn.draw import Draw, features_by_name, keep_mask, kept_diagonals
 from lln.nn.feature_maps import LOG_FEATURES, FeatureMap, Unrotate, check_feature_map
@@ -252,6 +251,8 @@ class LLNAttention(nn.Module):
                 "is_causal": self.causal,
                 "is_cross": q.shape[2] != k.shape[2],
             }
+            from lln.nn import sharded
+
             return sharded.attend(self, q, k, v, **masks, **options, dropout=self.dropout)
         q, k, v = autocast(q, k, v)
         self._check_inputs(q, k, key_mask, query_mask)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lln.functional import prefill
 from lln.ops import reference
-from lln.ops.linear.state import summarize
+from lln.ops.linear.summarize import summarize
 from lln_study.bench.cases import ALPHA, Case
 from lln_study.bench.check import ALLOWED, CheckFailed
 

@@ -10,8 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lln.hf.conversion.stage import widen
-from lln.hf.rotation import Rotation
-from lln.hf.softmax import softmax_heads_of
+from lln.hf.softmax import SoftmaxCall, softmax_heads_of
 from lln.moments.rows import fields_of_rows, spaced_rows, take_rows
 from lln.nn import LLNAttention
 from lln.nn.rows import row_weights
@@ -19,27 +18,6 @@ from lln.ops.common.arguments import no_autocast
 
 # A head that answers nearly the same everywhere (all its weight is on one token) has no variance.
 LEAST_VARIANCE = 0.05  # of the mean over the heads of its layer
-
-
-@dataclass(frozen=True)
-class Call:
-    """Queries, keys and values of one call of a layer, and what softmax answered.
-
-    Attributes:
-        key_mask, query_mask: True at real tokens.
-        scale: Of q·k in softmax.
-        rotation: For feature maps that see q and k before it.
-    """
-
-    q: Float[Tensor, "B H N D"]
-    k: Float[Tensor, "B Hkv M D"]
-    v: Float[Tensor, "B Hkv M E"]
-    wanted: Float[Tensor, "B H N E"]
-    key_mask: Bool[Tensor, "B M"] | None
-    query_mask: Bool[Tensor, "B N"] | None
-    is_causal: bool
-    scale: float
-    rotation: Rotation | None = None
 
 
 @dataclass
@@ -60,7 +38,7 @@ class Lesson:
     generator: torch.Generator | None = None
     errors: list[Tensor] = field(default_factory=list)
 
-    def compare(self, core: object, answer: Callable[..., Tensor], call: Call) -> None:
+    def compare(self, core: object, answer: Callable[..., Tensor], call: SoftmaxCall) -> None:
         """Compare one call; ``answer(q, k, v)`` is that of the whole layer."""
         with torch.set_grad_enabled(self.learn), no_autocast(call.q):
             if self.rows and isinstance(core, LLNAttention) and core.conv_weight is None:
@@ -74,7 +52,7 @@ class Lesson:
                 loss.backward()
         self.errors.append(error.detach())
 
-    def _of_rows(self, core: LLNAttention, call: Call) -> tuple[Tensor, Tensor]:
+    def _of_rows(self, core: LLNAttention, call: SoftmaxCall) -> tuple[Tensor, Tensor]:
         """The error at chosen rows, and the loss: error per head beside its variance, and KL."""
         heads = softmax_heads_of(core)
         q, k, v = (x.detach().float() for x in (call.q, call.k, call.v))
@@ -116,7 +94,7 @@ def softmax_rows(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B Hkv M D"],
     index: Int[Tensor, "#B r"],
-    call: Call,
+    call: SoftmaxCall,
 ) -> Float[Tensor, "B H r M"]:
     """Rows of softmax's matrix."""
     near, far = fields_of_rows(

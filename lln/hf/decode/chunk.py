@@ -18,7 +18,8 @@ from lln.hf.decode.memory import Memory
 from lln.hf.padding import leading, take
 from lln.nn import LLNAttention
 from lln.ops.common.arguments import hide
-from lln.ops.linear.state import State, summarize
+from lln.ops.linear.state import State
+from lln.ops.linear.summarize import summarize
 from lln.ops.taps.convolution import convolve_next, last_values
 from lln.ops.window.eager_far import far_op
 from lln.ops.window.eager_near import near_op

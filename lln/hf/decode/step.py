@@ -20,7 +20,7 @@ from lln.ops import triton as kernels
 from lln.ops.common.arguments import hide, may_look_at
 from lln.ops.common.features import finite_or_zero
 from lln.ops.linear.eager_state import merge
-from lln.ops.linear.state import summarize
+from lln.ops.linear.summarize import summarize
 from lln.ops.taps.convolution import convolve_next, last_values
 from lln.ops.window.eager_near_far import NOWHERE
 from lln.ops.window.local import Local
