@@ -14,6 +14,7 @@ from lln.report.canvas import Axis
 from lln.report.panels import Curve, Panel
 from lln_study.paper.accuracy import is_fixed
 from lln_study.paper.figures import arena as arena_figure
+from lln_study.paper.figures import sets as sets_figure
 from lln_study.paper.figures.loss_scale import once
 from lln_study.paper.results import NAMES, Mean, Row, grouped, options
 from lln_study.paper.values import FIGURE_9_RANGE
@@ -178,6 +179,7 @@ FIGURES: dict[str, RunFigure] = {
         arena_figure.panels,
         "lln sweep sweeps/lra.json",
     ),
+    "sets": RunFigure("Tables as sets of rows", sets_figure.panels, "lln sweep sweeps/tables.json"),
 }
 
 

@@ -22,7 +22,7 @@ from lln_study.paper.tables import table as tables
 from lln_study.paper.tables.arena import name_of
 
 WITH_BLOCKS = (claims, conversion, formulas, losses, speed, targets, versions)
-FROM_ROWS = ("8a", "9", "10a", "arena")
+FROM_ROWS = ("8a", "9", "10a", "arena", "sets")
 
 
 def paper_table(number: str, results: Path) -> str:

@@ -1,4 +1,4 @@
-"""Tables as sets of rows: accuracy and loss against the rows of a context, and on real tables."""
+"""Tables as sets of rows: accuracy and loss against the rows of a context, on real tables, cost."""
 
 from __future__ import annotations
 
@@ -23,17 +23,27 @@ WORDS = {"network": "networks", "cells": "cells", "tree": "trees", "linear": "li
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """Of each kind of generated tables one, and one of the real ones."""
+    """Of each kind of generated tables one, one of the real ones, and one of time and memory."""
     own = sorted((row for row in rows if row["subject"] == "table"), key=in_paper_order)
     fitted = [row for row in rows if row["subject"] == "table_fitted"]
-    scales = grouped(own, lambda row: str([row["configuration"].get(name) for name in SCALE]))
     found = []
-    for same in scales.values():
+    for same in _scales(own).values():
         kinds = same[0]["configuration"]["test_kinds"]
         found += [_against_rows(same, kind) for kind in kinds]
         if any(row.get("real") for row in same):
             found.append(_real(same, fitted))
-    return found
+    costs = sorted((row for row in rows if row["subject"] == "table_cost"), key=in_paper_order)
+    return [*found, _cost(costs)] if costs else found
+
+
+def of_most_runs(rows: Sequence[Row]) -> list[Row]:
+    """Runs of one model and budget: those that there are most of."""
+    own = [row for row in rows if row["subject"] == "table"]
+    return max(_scales(own).values(), key=len, default=[])
+
+
+def _scales(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    return grouped(rows, lambda row: str([row["configuration"].get(name) for name in SCALE]))
 
 
 def _title(what: str, rows: Sequence[Row]) -> str:
@@ -93,6 +103,35 @@ def _real(rows: Sequence[Row], fitted: Sequence[Row]) -> Table:
     columns = ["", *(name.replace("_", " ") for name in names)]
     lines, records = [list(x) for x, _ in found], [about for _, about in found]
     return Table(columns, lines, _title("Real tables", rows), notes, records)
+
+
+def _cost(rows: Sequence[Row]) -> Table:
+    sizes = sorted({row["configuration"]["rows"] for row in rows})
+    lines, records = [], []
+    for name, same in _by_mechanism(rows):
+        by_size = {row["configuration"]["rows"]: row for row in same}
+        lines.append([name, *(_cost_cell(by_size.get(size)) for size in sizes)])
+        names = ("remember_seconds", "answer_ms", "memory_mb")
+        values = {x: [by_size.get(size, {}).get(x) for size in sizes] for x in names}
+        records.append({**record(name, same), "rows": sizes, **values})
+    questions = rows[0]["configuration"]["questions"]
+    notes = [
+        f"Seconds to read a context / milliseconds to answer {questions:,} questions / MB kept. "
+        "ELU keeps keys and values here, as softmax does, and sums over them for every "
+        "65,536 rows; a state as LLN has it would serve it as well.",
+        origin_text(rows),
+    ]
+    columns = ["", *(f"{size:,} rows" for size in sizes)]
+    return Table(columns, lines, "Time and memory, random weights", notes, records)
+
+
+def _cost_cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if row["out_of_memory"]:
+        return "out of memory"
+    values = (row[name] for name in ("remember_seconds", "answer_ms", "memory_mb"))
+    return " / ".join(f"{x:,.0f}" if x >= 100 else f"{x:.2g}" for x in values)
 
 
 def _by_mechanism(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:

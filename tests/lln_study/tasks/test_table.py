@@ -13,6 +13,7 @@ import lln
 from lln.cli.app import app
 from lln.records.rows import read_rows
 from lln_study.data.tables import CLASSES, draw
+from lln_study.paper.figures import sets as figure
 from lln_study.paper.tables import sets
 from lln_study.tasks import real_tables, table
 from lln_study.tasks.models import table as models
@@ -80,6 +81,20 @@ def test_a_question_changes_no_other_row(attention, options):
         assert not torch.equal(before[:, 3], after[:, 3])
         if options.get("statistics") == "running":
             break  # training moves the averages: the next pass differs for that alone
+
+
+@pytest.mark.parametrize("options", [{}, SLOTS], ids=str)
+def test_running_statistics_do_not_see_questions(options):
+    features, labels = tables()
+    changed = features.clone()
+    changed[:, M:] = 50 * torch.randn_like(changed[:, M:])
+    stored = []
+    for rows in (features, changed):
+        model = made("lln", {**options, "statistics": "running"}).train()
+        model(rows, labels)
+        stored.append({name: x for name, x in model.named_buffers() if "statistics" in name})
+    assert stored[0] and any(x.abs().sum() > 0 for x in stored[0].values())
+    assert all(torch.equal(x, stored[1][name]) for name, x in stored[0].items())
 
 
 @named
@@ -276,6 +291,9 @@ def test_the_command_trains_and_its_rows_become_tables(tmp_path, monkeypatch):
     shown = "\n".join(each.markdown() for each in known)
     assert len(known) == 3, shown
     assert shown.count("| LLN |") == 3 and "| k nearest neighbours |" in shown
+    drawn = figure.panels(read_rows(tmp_path / "table.jsonl"))
+    assert [panel.title for panel in drawn] == ["Accuracy: networks", "Accuracy: cells"]
+    assert [curve.label for curve in drawn[0].curves] == ["k nearest neighbours", "Softmax", "LLN"]
     assert sets.tables([]) == []
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lln.records.rows import read_rows
+from lln_study.paper.figures import sets as figure
+from lln_study.paper.tables import sets
 from lln_study.sweep import job as jobs
 from lln_study.sweep.plan import plan
 from lln_study.tasks import table_cost
@@ -24,6 +26,11 @@ def test_the_cost_of_a_context_is_a_row(tmp_path, attention):
     assert all(row["remember_seconds"] > 0 and row["answer_ms"] > 0 for row in rows)
     grown = rows[1]["memory_mb"] / rows[0]["memory_mb"]
     assert grown == pytest.approx(1 if attention == "lln" else 200)
+    (shown,) = sets.tables([*rows, {**rows[1], "out_of_memory": True}])
+    assert shown.columns == ["", "50 rows", "10,000 rows"] and shown.lines[0][2] == "out of memory"
+    drawn = figure.panels(rows)
+    assert [list(panel.curves[0].x) for panel in drawn] == [[50, 10_000]] * 2
+    assert drawn[1].curves[0].y == [row["memory_mb"] for row in rows]
 
 
 def test_memory_that_ran_out_is_a_row_too(monkeypatch):
