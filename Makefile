@@ -73,7 +73,7 @@ format: install  ## rewrite the files as `make check` wants them
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: install  ## time and memory on this CPU, rows into results/
+bench: install  ## time and memory on this CPU, rows into runs/bench
 	$(BIN)/lln bench
 
 pages: install  ## rewrite the measured blocks of README.md and docs/ from results/

@@ -35,4 +35,6 @@ def main(folder: str, text: str, steps: int = 200, length: int = 512) -> dict[st
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))

@@ -63,4 +63,6 @@ def main(folder: str, text: str, count: int = 8, length: int = 8192) -> dict[str
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))

@@ -76,15 +76,16 @@ def _options(
 def list_mechanisms(
     name: Annotated[str | None, typer.Argument(help="Show all that is known of this one.")] = None,
 ) -> None:
-    """The mechanisms of the zoo: paper, time and forms; with a NAME all that is known of one."""
+    """The mechanisms of the zoo; with a NAME all that is known of one."""
     from rich.console import Console
     from rich.table import Table
 
     from lln import zoo
+    from lln.cli.tables import IN_A_PIPE
 
     console = Console()
     if not console.is_terminal:
-        console.width = 200  # a file or a pipe has no edge to wrap at
+        console.width = IN_A_PIPE
     if name is not None:
         try:
             entry = zoo.describe(name)

@@ -71,7 +71,7 @@ def convert(
     precision: Annotated[str, typer.Option(help="fp32, or bf16 for autocast.")] = "fp32",
     seed: Annotated[int, typer.Option(help="Of the order of the text.")] = 0,
 ) -> None:
-    """Give a trained softmax model linear attention that answers as softmax did.
+    """Give a trained softmax model linear attention.
 
     Exchanges the attention, calibrates it, lets every layer learn what softmax answered there, then
     all weights what the softmax model answers; judges on text it has not seen. --out gets model,
@@ -111,6 +111,8 @@ def convert(
         )
         found = convert_and_judge(settings, typer.echo)
         _show(found, out)
+        if require is not None and met(found, require):
+            typer.echo(f"the agreement is {found['agreement']}: --require {require} is met")
         if not met(found, require):
             typer.echo(
                 f"the agreement with the softmax model is {found['agreement']}, less than "

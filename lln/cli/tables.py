@@ -11,16 +11,21 @@ from typing import Any
 
 BORDERS, BORDER = 3, 1  # of a column, and of the table
 LEAST_LABEL = 16
+IN_A_PIPE = 100  # columns, where there is no terminal
 
 
-def show_tables(found: Sequence[Any]) -> None:
-    """Print tables of :mod:`lln_study.paper.tables` as wide as the terminal is."""
+def show_tables(found: Sequence[Any], most: int | None = None) -> None:
+    """Print tables of :mod:`lln_study.paper.tables` as wide as the terminal is.
+
+    Args:
+        most: Lines of each that are shown; None for all.
+    """
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
     if not console.is_terminal:
-        console.width = 200  # a file or a pipe has no edge to fold at
+        console.width = IN_A_PIPE
     for each in found:
         wanted = column_widths(each.columns, each.lines, console.width)
         for part, group in enumerate(column_groups(wanted, console.width)):
@@ -29,11 +34,13 @@ def show_tables(found: Sequence[Any]) -> None:
             for n in group:
                 side = "right" if n else "left"
                 shown.add_column(each.columns[n], justify=side, width=wanted[n], overflow="fold")
-            for line in each.lines:
+            for line in each.lines[:most]:
                 shown.add_row(*(line[n] for n in group))
             needed = sum(wanted[n] + BORDERS for n in group) + BORDER
             console.print(shown, width=max(console.width, needed))
-        for note in each.notes:
+        hidden = len(each.lines) - len(each.lines[:most])
+        more = [f"{hidden} more lines with --all."] if hidden else []
+        for note in (*more, *each.notes):
             console.print(f"  {note}", style="dim", highlight=False)
 
 

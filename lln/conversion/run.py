@@ -369,6 +369,8 @@ def _save(folder: Path, model: Any, subject: Subject, settings: Settings) -> Non
     copy_beside(settings.model, folder, leave_out=settings.out)
     with quiet(transformers):
         model.save_pretrained(folder)
+        for weights in folder.glob("*.safetensors"):
+            weights.chmod(0o644)  # safetensors lets nobody else read them
         subject.tokenizer.save_pretrained(folder)
 
 

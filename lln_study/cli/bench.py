@@ -15,7 +15,7 @@ bench_app = typer.Typer(invoke_without_command=True)
 @bench_app.callback()
 def bench(
     context: typer.Context,
-    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),
     quick: Annotated[bool, typer.Option("--quick", help="Short lengths only.")] = False,
     min_seconds: Annotated[float, typer.Option(help="Least time per case.")] = 1.0,
     load: Annotated[
@@ -37,7 +37,7 @@ def bench(
 
 @bench_app.command("gpu")
 def bench_gpu(
-    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),
     quick: Annotated[bool, typer.Option("--quick", help="Two lengths only.")] = False,
     op: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
     minutes: Annotated[
@@ -133,7 +133,7 @@ def bench_tiles(
 @bench_app.command("profile")
 def bench_profile(
     op: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),
 ) -> None:
     """Show which kernels a call consists of on a CUDA device.
 
@@ -149,7 +149,7 @@ def bench_profile(
 
 @bench_app.command("monitor")
 def bench_monitor(
-    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     steps: Annotated[int, typer.Option(min=3, help="Of each kind.")] = 30,
 ) -> None:
@@ -165,7 +165,7 @@ def bench_monitor(
 
 @bench_app.command("serve")
 def bench_serve(
-    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seats: Annotated[
         list[int] | None, typer.Option(min=1, help="Streams at once; may be repeated.")
@@ -190,7 +190,7 @@ def bench_serve(
 
 @bench_app.command("zoo")
 def bench_zoo(
-    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="Short lengths only.")] = False,
     mechanism: Annotated[

@@ -117,7 +117,7 @@ def table(
         bool, typer.Option("--fitted", help="Only fit scikit-learn's classifiers to real tables.")
     ] = False,
 ) -> None:
-    """Train a model to classify rows of tables it has not seen, from the rows beside them.
+    """Train a model to classify rows of tables from the rows beside them.
 
     Tables are generated; any attention of the zoo that can cross and needs no places. At the end
     the tables of scikit-learn are classified in context; --fitted gives what to compare with.

@@ -37,7 +37,9 @@ def figure(
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes: seconds.")] = False,
     results: Annotated[Path, typer.Option(help="Folder of the result rows.")] = Path("results"),
 ) -> None:
-    """Compute a figure of the paper again: SVG, PNG and the CSV behind them.
+    """Compute a figure of the paper again.
+
+    Writes SVG, PNG and the CSV behind them.
 
     Figures 2, 5a, 5b, 6a, 6b and 7, a minute at most each, and a page that shows them. Figure 2
     also has the exact calibrations, the unbiased variant and mutual information. The others come
@@ -73,6 +75,9 @@ def verify() -> None:
         raise typer.Exit(1)
 
 
+MOST_LINES = 8  # of a table that has its best rows first
+
+
 def table(
     number: Annotated[
         str, typer.Argument(help="Of the paper, 1 to 5; or pretraining, conversion.")
@@ -80,6 +85,9 @@ def table(
     results: Annotated[Path, typer.Option(help="Folder of the result rows.")] = Path("results"),
     as_json: Annotated[bool, typer.Option("--json", help="Records instead of a table.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="As in README.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="All rows of conversion, not the best alone.")
+    ] = False,
 ) -> None:
     """Show a table of the paper with our numbers.
 
@@ -104,7 +112,8 @@ def table(
     else:
         from lln.cli.tables import show_tables
 
-        show_tables(found)
+        best_first = number == "conversion" and not every
+        show_tables(found, most=MOST_LINES if best_first else None)
 
 
 def report(

@@ -253,7 +253,7 @@ def sweep(
         typer.Option(metavar="[ADDRESS]", help="Run on a Ray cluster; alone, the one Ray finds."),
     ] = None,
 ) -> None:
-    """Run lists of configurations, in this order; those that have their row are skipped.
+    """Run lists of configurations; those that have their row are skipped.
 
     Pre-training and the fine-tunings that follow it happen in one go. Rows and curves are appended
     to files in --out; the same command again goes on where it stopped. Exits with 1 if runs failed.

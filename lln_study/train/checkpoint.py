@@ -114,6 +114,7 @@ def _write_files(
     for name, values in tensors.items():
         whole = {key: value.contiguous() for key, value in values.items()}
         save_file(whole, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod(0o644)  # safetensors lets nobody else read it
     (folder / STATE).write_text(json.dumps(state, allow_nan=False, indent=1), encoding="utf-8")
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     manifest = {

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from lln.report.progress import Progress, Silent
 from lln_study.train import checkpoint, processes, runfolder
 from lln_study.train.config import TrainConfig
 from lln_study.train.engine import Engine, stored
+from lln_study.train.interruption import held_back
 from lln_study.train.runlog import RunLog
 from lln_study.train.task import Summary, Task
 
@@ -117,6 +118,15 @@ class _Run:
         if self.step == 0 and config.eval_every and self.engine.evaluate(self.task.is_ready):
             self._evaluate()
         self.mark = time.perf_counter()
+        with held_back() as is_asked_to_stop:
+            self._updates(is_asked_to_stop)
+        if not self.metrics:  # it had ended before
+            self.metrics = self._measure("valid")
+        self.diverged = self.diverged or self._came_to_nothing()
+        return self._summary(self._measure("test") if test else {})
+
+    def _updates(self, is_asked_to_stop: Callable[[], bool]) -> None:
+        config = self.config
         while self.step < config.steps and not self.stopped:
             self._update()
             if self.step == self.resumed + 1:
@@ -127,12 +137,12 @@ class _Run:
             if (config.eval_every and self.step % config.eval_every == 0) or last or self.stopped:
                 self._off_the_clock(self._evaluate)
             due = bool(config.save_every) and self.step % config.save_every == 0
-            if due or last or self.stopped:
+            # of several processes each would stop at a step of its own, and wait for the others
+            interrupted = self.engine.world == 1 and is_asked_to_stop()
+            if due or last or self.stopped or interrupted:
                 self._off_the_clock(self._save)
-        if not self.metrics:  # it had ended before
-            self.metrics = self._measure("valid")
-        self.diverged = self.diverged or self._came_to_nothing()
-        return self._summary(self._measure("test") if test else {})
+            if interrupted and not last:
+                raise KeyboardInterrupt
 
     def _claim(self) -> None:
         """The folder is this run's from its first update on; what cannot run does not take it."""

@@ -226,6 +226,7 @@ class Stage:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_name(self.path.name + ".part")
         save_file(tensors, part, metadata={"progress": json.dumps(said)})
+        part.chmod(0o644)  # safetensors lets nobody else read it
         part.replace(self.path)
 
 

@@ -41,4 +41,7 @@ def draw(name: str, rows: Path, folder: Path) -> list[Path]:
 def nothing(name: str, rows: Path) -> str:
     """Say what is missing when there are no rows."""
     command = runnable(FIGURES[name].command)
-    return f"no rows for figure {name} in {rows}; they come from `{command}`"
+    return (
+        f"no rows for figure {name} in {rows}; pass --results with the folder of the rows, or make "
+        f"them with `{command}`"
+    )

@@ -32,8 +32,9 @@ STAGES = ("calibrate", "transfer", "keep", "recover")
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """One for each model, text and length."""
+    """One for each model, text and length; rows that agree best with the softmax model first."""
     found = [row for row in rows if row["subject"] == "conversion"]
+    found.sort(key=lambda row: -(row["agreement"] or 0))
     return [_table(own) for own in grouped(found, _setting).values()]
 
 

@@ -52,4 +52,7 @@ def make(number: str, folder: Path) -> list[Table]:
 def nothing(number: str, folder: Path) -> str:
     """Say what is missing when there are no rows."""
     _, what, command = TABLES[number]
-    return f"no rows of {what} in {folder}; they come from `{runnable(command)}`"
+    return (
+        f"no rows of {what} in {folder}; pass --results with the folder of the rows, or make them "
+        f"with `{runnable(command)}`"
+    )

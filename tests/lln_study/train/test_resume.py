@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import signal
 import warnings
 
 import pytest
@@ -42,6 +43,47 @@ def test_killed_and_resumed_it_is_bit_identical(whole, tmp_path):
     assert not (folder / "checkpoints" / "step-00000060").exists()
     assert "done 60" in finish(start(*TOY, str(folder), *WORDS))
     same(folder, whole)
+
+
+class Interrupted(Toy):
+    """Ctrl-C in the middle of the update that begins at step 24, as often as ``presses``."""
+
+    presses = 1
+
+    def loss(self, model, batch):
+        if model.training and self.step == 24:
+            for _ in range(self.presses):
+                signal.raise_signal(signal.SIGINT)
+        return super().loss(model, batch)
+
+    def batch(self, step, rows):
+        self.step = step
+        return super().batch(step, rows)
+
+
+def test_after_ctrl_c_it_is_saved_and_goes_on_the_same(whole, tmp_path, capsys):
+    config, before = toy_config(**SETTINGS), signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        train(Interrupted(config, dropout=0.2), config, tmp_path, tensorboard=False)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "stopping after this update" in capsys.readouterr().err
+    assert (tmp_path / "checkpoints" / "step-00000025").exists()
+    train(Toy(config, dropout=0.2), config, tmp_path, tensorboard=False)
+    same(tmp_path, whole)
+
+
+def test_ctrl_c_twice_stops_at_once(tmp_path):
+    config, task = toy_config(**SETTINGS), Interrupted
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(task, "presses", 2)
+        train(task(config), config, tmp_path, tensorboard=False)
+    assert not (tmp_path / "checkpoints" / "step-00000025").exists()
+    assert (tmp_path / "checkpoints" / "step-00000021").exists()
+
+
+def test_others_may_read_what_is_saved(whole):
+    found = [path for path in whole.rglob("*") if path.is_file()]
+    assert found and all(path.stat().st_mode & 0o044 == 0o044 for path in found)
 
 
 def test_killed_while_a_checkpoint_is_written(whole, tmp_path):
