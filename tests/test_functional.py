@@ -371,3 +371,26 @@ def test_masks_are_checked_with_explicit_scales_too(name, mask, error):
     q, k, v = random_qkv(2, 2, 12)
     with pytest.raises(error, match=f"^{name} "):
         lln.attention(q, k, v, alpha=2.0, beta=2.0, **{name: mask})
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, torch.tensor([1.0, -math.inf])], ids=str)
+@pytest.mark.parametrize("name", ["alpha", "beta"])
+def test_scales_must_be_finite(name, value):
+    q, k, v = random_qkv(2, 2, 12)
+    with pytest.raises(ValueError, match=f"^{name}=.* must be finite and not negative; take"):
+        lln.attention(q, k, v, **{"alpha": 1.0, "beta": 1.0, name: value})
+
+
+@pytest.mark.parametrize("shape", [(12, 12), (2, 1, 12), (2, 1, 12, 12)], ids=str)
+def test_a_mask_per_pair_gets_the_remedy(shape):
+    q, k, v = random_qkv(2, 2, 12)
+    mask = torch.ones(shape, dtype=torch.bool)
+    with pytest.raises(ValueError, match="key_mask has shape .*use is_causal=True for a triangle"):
+        lln.attention(q, k, v, key_mask=mask)
+
+
+def test_a_mask_of_another_length_gets_no_such_remedy():
+    q, k, v = random_qkv(2, 2, 12)
+    with pytest.raises(ValueError, match="key_mask has shape") as raised:
+        lln.attention(q, k, v, key_mask=torch.ones(2, 11, dtype=torch.bool))
+    assert "triangle" not in str(raised.value)

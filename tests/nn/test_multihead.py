@@ -467,3 +467,11 @@ def test_from_torch_in_a_finished_encoder():
     assert all(not p.any() for name, p in encoder.named_parameters() if "conv_weight" in name)
     encoder.train()(x).sum().backward()
     assert all(p.grad is not None for p in encoder.parameters())
+
+
+def test_the_repr_shows_what_is_not_usual():
+    assert LLNMultiheadAttention(8, 2).extra_repr() == "8, 2, batch_first=False"
+    options = {"add_bias_kv": True, "add_zero_attn": True, "kdim": 4, "batch_first": True}
+    shown = LLNMultiheadAttention(8, 2, **options).extra_repr()
+    added = "add_bias_kv=True, add_zero_attn=True"
+    assert shown == f"8, 2, batch_first=True, kdim=4, vdim=8, {added}"

@@ -124,3 +124,14 @@ def test_half_precision_module_keeps_averaging():
         core(q, k, v)
     expected = torch.tensor([0.5, 1.5]).square()  # the scales of the two heads
     torch.testing.assert_close(core.statistics.variances[1], expected, rtol=0.15, atol=0)
+
+
+def test_reset_it_begins_again():
+    used, fresh = running(), running()
+    for step in range(12):
+        used(*qkv(2, 2, 9, 4, seed=step))
+    used.reset_parameters()
+    for step in range(12, 24):
+        assert used(*qkv(2, 2, 9, 4, seed=step)).equal(fresh(*qkv(2, 2, 9, 4, seed=step)))
+    for name, value in fresh.named_buffers():
+        assert value.equal(used.get_buffer(name)), name
