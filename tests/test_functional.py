@@ -385,7 +385,7 @@ def test_scales_must_be_finite(name, value):
 def test_a_mask_per_pair_gets_the_remedy(shape):
     q, k, v = random_qkv(2, 2, 12)
     mask = torch.ones(shape, dtype=torch.bool)
-    with pytest.raises(ValueError, match="key_mask has shape .*use is_causal=True for a triangle"):
+    with pytest.raises(ValueError, match=r"key_mask has shape .*use is_causal=True for a triangle"):
         lln.attention(q, k, v, key_mask=mask)
 
 
