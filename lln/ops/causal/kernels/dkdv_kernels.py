@@ -20,6 +20,7 @@ from lln.ops.common.kernels.features import (
     LOG2E,
     as_float,
     as_float_transposed,
+    divides,
     dot,
     dot_add,
     dot_factors,
@@ -31,10 +32,10 @@ from lln.ops.common.kernels.features import (
 
 
 @jit
-def query_factors(q, eye, alpha, lse, peak, features, D: tl.constexpr, BD: tl.constexpr):
+def query_factors(q, eye, alpha, lse, peak, features, D: tl.constexpr):
     """(aᵀ = exp(α q − ℓ − Q) as [features, queries], Q): Q is the running peak with these."""
     x = as_float_transposed(q, eye) * alpha - lse[None, :]
-    if D % BD != 0:
+    if not divides(features.shape[0], D):
         x = tl.where((features < D)[:, None], x, float("-inf"))
     top = tl.maximum(peak, tl.max(x, axis=1))
     return tl.exp2(x - top[:, None]), top
@@ -109,11 +110,11 @@ def summarize_queries_kernel(
     total = tl.zeros([BD, BE], tl.float32)
     end = tl.minimum((segment + 1) * span, tokens)
     for start in range(segment * span, end, ROWS):
-        q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
-        dout = load_tile(DOUT, dout_row, start, end, rows, values, E, BE, FULL)
+        q = load_tile(Q, q_row, start, end, rows, features, D, FULL)
+        dout = load_tile(DOUT, dout_row, start, end, rows, values, E, FULL)
         lse = load_lse(LSE, tokens, start, end, rows, PRECISE)
         delta = tl.load(DELTA + start + rows, mask=rows < end - start, other=0.0)
-        factors, top = query_factors(q, eye, alpha, lse, peak, features, D, BD)
+        factors, top = query_factors(q, eye, alpha, lse, peak, features, D)
         shrink = tl.exp2(peak - top)
         mass = mass * shrink + tl.sum(factors, axis=1)
         extra = extra * shrink + tl.sum(factors * delta[None, :], axis=1)
@@ -213,7 +214,7 @@ def causal_dkdv_kernel(
     careful = tl.load(FLAGS + index) != 0
 
     peak, mass, mean, mean_delta = state_after(
-        AFTER, head, segment, tl.num_programs(0), first, features, values, D, E, BD, BE
+        AFTER, head, segment, tl.num_programs(0), first, features, values, D, E
     )
     slope = 0.0
     chunks = tl.cdiv(end - begin, ROWS)
@@ -224,16 +225,16 @@ def causal_dkdv_kernel(
         mean_delta *= mass
     for step in range(chunks):
         start = begin + (tl.cdiv(end - begin, ROWS) - 1 - step) * ROWS
-        q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
-        k = load_tile(K, k_row, start, end, rows, features, D, BD, FULL)
-        v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
-        dout = load_tile(DOUT, dout_row, start, end, rows, values, E, BE, FULL)
+        q = load_tile(Q, q_row, start, end, rows, features, D, FULL)
+        k = load_tile(K, k_row, start, end, rows, features, D, FULL)
+        v = load_tile(V, v_row, start, end, rows, values, E, FULL)
+        dout = load_tile(DOUT, dout_row, start, end, rows, values, E, FULL)
         lse = load_lse(LSE, tokens, start, end, rows, PRECISE)
         delta = tl.load(DELTA + start + rows, mask=rows < end - start, other=0.0)
         keep = visible_keys(MASK, start, end, rows, HAS_MASK)
         if HAS_MASK:
             v = tl.where(keep[:, None], v, 0.0)
-        factors, top = query_factors(q, eye, alpha, lse, peak, features, D, BD)
+        factors, top = query_factors(q, eye, alpha, lse, peak, features, D)
         shrink = tl.exp2(peak - top)
         x = as_float(k, eye) * (beta * LOG2E)
         c = tl.exp2(x + top[None, :])
@@ -249,7 +250,7 @@ def causal_dkdv_kernel(
             dv = dot_add(c.to(dtype), mean.to(dtype), dv)
         else:
             dv = dot_add((c * earlier).to(dtype), mean.to(dtype), dv)
-        store_tile(DV, dv_row, start, end, dv, rows, values, E, BE, FULL)
+        store_tile(DV, dv_row, start, end, dv, rows, values, E, FULL)
         # c stands outside of every sum over queries, and the order saves registers
         sums = dot(v, tl.trans(mean.to(dtype))) - mean_delta[None, :]
         if not SUMS:
@@ -261,7 +262,7 @@ def causal_dkdv_kernel(
             if HAS_MASK:
                 clean = tl.where(keep[:, None], clean, 0.0)
             slope += tl.sum(gradient * clean)
-        store_tile(DK, dk_row, start, end, gradient * beta, rows, features, D, BD, FULL)
+        store_tile(DK, dk_row, start, end, gradient * beta, rows, features, D, FULL)
         if SUMS:
             mean_delta += tl.sum(factors * delta[None, :], axis=1)
             mass, mean = carry_sums(factors, dout, mass, shrink, mean)
@@ -275,10 +276,10 @@ def causal_dkdv_kernel(
         few = tl.arange(0, 16)
         for step in range(tl.cdiv(end - begin, 16)):
             start = begin + (tl.cdiv(end - begin, 16) - 1 - step) * 16
-            q = load_tile(Q, q_row, start, end, few, features, D, BD, False)
-            k = load_tile(K, k_row, start, end, few, features, D, BD, False)
-            v = load_tile(V, v_row, start, end, few, values, E, BE, False)
-            dout = load_tile(DOUT, dout_row, start, end, few, values, E, BE, False)
+            q = load_tile(Q, q_row, start, end, few, features, D, False)
+            k = load_tile(K, k_row, start, end, few, features, D, False)
+            v = load_tile(V, v_row, start, end, few, values, E, False)
+            dout = load_tile(DOUT, dout_row, start, end, few, values, E, False)
             lse = load_lse(LSE, tokens, start, end, few, PRECISE)
             delta = tl.load(DELTA + start + few, mask=few < end - start, other=0.0)
             keep = visible_keys(MASK, start, end, few, HAS_MASK)
@@ -288,13 +289,13 @@ def causal_dkdv_kernel(
             gradient, dv = careful_key_sums(
                 x, v.to(tl.float32), Q, DOUT, LSE, DELTA, q_row, dout_row, alpha, peak, mass,
                 mean, mean_delta, tokens, start, end, few, features, values,
-                D, E, BD, BE, PRECISE,
+                D, E, PRECISE,
             )  # fmt: skip
-            store_tile(DV, dv_row, start, end, dv, few, values, E, BE, False)
+            store_tile(DV, dv_row, start, end, dv, few, values, E, False)
             if DBETA is not None:
                 clean = tl.where(keep[:, None], k.to(tl.float32), 0.0)
                 slope += tl.sum(gradient * clean)
-            store_tile(DK, dk_row, start, end, gradient * beta, few, features, D, BD, False)
+            store_tile(DK, dk_row, start, end, gradient * beta, few, features, D, False)
             y = tl.trans(q.to(tl.float32) * alpha - lse[:, None])
             y = tl.where(inside[:, None], y, float("-inf"))
             top = tl.maximum(peak, tl.max(y, axis=1))
@@ -318,14 +319,12 @@ def state_after(
     values,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
 ):
     """(peak, mass, mean dO, mean δ) of the queries after a segment; AFTER starts at ``first``."""
-    peak = tl.full([BD], FLOOR, tl.float32)
-    mass = tl.zeros([BD], tl.float32)
-    mean = tl.zeros([BD, BE], tl.float32)
-    mean_delta = tl.zeros([BD], tl.float32)
+    peak = tl.full(features.shape, FLOOR, tl.float32)
+    mass = tl.zeros(features.shape, tl.float32)
+    mean = tl.zeros([features.shape[0], values.shape[0]], tl.float32)
+    mean_delta = tl.zeros(features.shape, tl.float32)
     if segment + 1 < segments:
         index = head * (segments - first) + segment + 1 - first
         base = AFTER + index * (D * E + 3 * D)
@@ -363,8 +362,6 @@ def careful_key_sums(
     values,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
     PRECISE: tl.constexpr,
 ):
     """(Σ_i W (v·dO_i − δ_i), Σ_i,l W dO_i) of 16 keys: later queries, then each of the tile."""

@@ -124,23 +124,23 @@ def causal_dq_kernel(
 
     peak, mass, mean = state_before(
         BEFORE, LOG_MASS, MEAN, head // group, segment, tl.num_programs(0),
-        features, values, D, E, BD, BE,
+        features, values, D, E,
     )  # fmt: skip
-    start_key = first_key(K, k_row, MASK, beta, begin, end, rows, features, D, BD, ROWS, HAS_MASK)
+    start_key = first_key(K, k_row, MASK, beta, begin, end, rows, features, D, ROWS, HAS_MASK)
     peak = tl.where(mass == 0.0, start_key, peak)
     if SUMS:
         mean *= mass[:, None]
     jump = tl.zeros([BD], tl.float32)
     slope = 0.0
     for start in range(begin, end, ROWS):
-        q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
-        k = load_tile(K, k_row, start, end, rows, features, D, BD, FULL)
-        v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
-        dout = load_tile(DOUT, dout_row, start, end, rows, values, E, BE, FULL)
+        q = load_tile(Q, q_row, start, end, rows, features, D, FULL)
+        k = load_tile(K, k_row, start, end, rows, features, D, FULL)
+        v = load_tile(V, v_row, start, end, rows, values, E, FULL)
+        dout = load_tile(DOUT, dout_row, start, end, rows, values, E, FULL)
         keep = visible_keys(MASK, start, end, rows, HAS_MASK)
         if HAS_MASK:
             v = tl.where(keep[:, None], v, 0.0)
-        factors, top = key_factors(k, eye, beta, peak, keep, features, D, BD, masked)
+        factors, top = key_factors(k, eye, beta, peak, keep, features, D, masked)
         jump = tl.maximum(jump, top - peak)
         shrink = tl.exp2(peak - top)
         earlier = (mass * shrink)[None, :]
@@ -165,7 +165,7 @@ def causal_dq_kernel(
         gradient = a * sums
         if DALPHA is not None:
             slope += tl.sum(gradient * as_float(q, eye))
-        store_tile(DQ, dq_row, start, end, gradient * alpha, rows, features, D, BD, FULL)
+        store_tile(DQ, dq_row, start, end, gradient * alpha, rows, features, D, FULL)
         tl.store(DELTA + start + rows, delta, mask=rows < end - start)
         peak = top
 
@@ -176,26 +176,26 @@ def causal_dq_kernel(
         slope = 0.0
         peak, mass, mean = state_before(
             BEFORE, LOG_MASS, MEAN, head // group, segment, tl.num_programs(0),
-            features, values, D, E, BD, BE,
+            features, values, D, E,
         )  # fmt: skip
         few = tl.arange(0, 16)
         for start in range(begin, end, 16):
-            q = load_tile(Q, q_row, start, end, few, features, D, BD, False).to(tl.float32)
-            k = load_tile(K, k_row, start, end, few, features, D, BD, False)
-            v = load_tile(V, v_row, start, end, few, values, E, BE, False)
-            dout = load_tile(DOUT, dout_row, start, end, few, values, E, BE, False).to(tl.float32)
+            q = load_tile(Q, q_row, start, end, few, features, D, False).to(tl.float32)
+            k = load_tile(K, k_row, start, end, few, features, D, False)
+            v = load_tile(V, v_row, start, end, few, values, E, False)
+            dout = load_tile(DOUT, dout_row, start, end, few, values, E, False).to(tl.float32)
             keep = visible_keys(MASK, start, end, few, HAS_MASK)
             v = tl.where(keep[:, None], v, 0.0)
             x = minus_lse(q * (alpha * LOG2E), LSE, tokens, start, end, few, 0.0, PRECISE)
             first, weights = careful_query_sums(
                 x, dout, K, V, k_row, v_row, MASK, beta, peak, mass, mean, start, end,
-                few, features, values, D, E, BD, BE, HAS_MASK,
+                few, features, values, D, E, HAS_MASK,
             )  # fmt: skip
             delta = tl.sum(first, axis=1)
             gradient = first - delta[:, None] * weights
             if DALPHA is not None:
                 slope += tl.sum(gradient * q)
-            store_tile(DQ, dq_row, start, end, gradient * alpha, few, features, D, BD, False)
+            store_tile(DQ, dq_row, start, end, gradient * alpha, few, features, D, False)
             tl.store(DELTA + start + few, delta, mask=few < end - start)
             y = k.to(tl.float32) * beta
             y = tl.where(keep[:, None] & (features < D)[None, :], y, float("-inf"))
@@ -227,8 +227,6 @@ def careful_query_sums(
     values,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
     HAS_MASK: tl.constexpr,
 ):
     """(Σ_j W v_j·dO, Σ_j W) as [16 rows, features]; x = α q − ℓ."""

@@ -24,6 +24,7 @@ from lln.ops.common.kernels.features import (
     LOG2E,
     as_float,
     as_float_transposed,
+    divides,
     dot,
     dot_add,
     dot_factors,
@@ -49,7 +50,6 @@ def first_key(
     rows,
     features,
     D: tl.constexpr,
-    BD: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_MASK: tl.constexpr,
 ):
@@ -85,12 +85,11 @@ def key_factors(
     keep,
     features,
     D: tl.constexpr,
-    BD: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """(bᵀ = exp(β k − R) as [features, keys], R): R is the running peak with these keys."""
     x = as_float_transposed(k, eye) * scale
-    if D % BD != 0:
+    if not divides(features.shape[0], D):
         x = tl.where((features < D)[:, None], x, float("-inf"))
     if MASKED:
         x = tl.where(keep[None, :], x, float("-inf"))
@@ -191,21 +190,21 @@ def causal_kernel(
 
     peak, mass, mean = state_before(
         BEFORE, LOG_MASS, MEAN, head // group, segment, tl.num_programs(0),
-        features, values, D, E, BD, BE,
+        features, values, D, E,
     )  # fmt: skip
-    start_key = first_key(K, k_row, MASK, beta, begin, end, rows, features, D, BD, ROWS, HAS_MASK)
+    start_key = first_key(K, k_row, MASK, beta, begin, end, rows, features, D, ROWS, HAS_MASK)
     peak = tl.where(mass == 0.0, start_key, peak)
     if SUMS:
         mean *= mass[:, None]
     jump = tl.zeros([BD], tl.float32)
     for start in range(begin, end, ROWS):
-        q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
-        k = load_tile(K, k_row, start, end, rows, features, D, BD, FULL)
-        v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
+        q = load_tile(Q, q_row, start, end, rows, features, D, FULL)
+        k = load_tile(K, k_row, start, end, rows, features, D, FULL)
+        v = load_tile(V, v_row, start, end, rows, values, E, FULL)
         keep = visible_keys(MASK, start, end, rows, HAS_MASK)
         if HAS_MASK:
             v = tl.where(keep[:, None], v, 0.0)
-        factors, top = key_factors(k, eye, beta, peak, keep, features, D, BD, masked)
+        factors, top = key_factors(k, eye, beta, peak, keep, features, D, masked)
         jump = tl.maximum(jump, top - peak)
         shrink = tl.exp2(peak - top)
         earlier = (mass * shrink)[None, :]
@@ -230,7 +229,7 @@ def causal_kernel(
         else:
             out = dot((scores * norm).to(dtype), v)
             out = dot_add((carried * norm).to(dtype), before, out)
-        store_tile(OUT, out_row, start, end, out, rows, values, E, BE, FULL)
+        store_tile(OUT, out_row, start, end, out, rows, values, E, FULL)
         store_lse(LSE, tokens, start, end, rows, highest, weight, PRECISE)
         peak = top
 
@@ -238,21 +237,21 @@ def causal_kernel(
         tl.debug_barrier()  # what the loop stored is overwritten by other threads
         peak, mass, mean = state_before(
             BEFORE, LOG_MASS, MEAN, head // group, segment, tl.num_programs(0),
-            features, values, D, E, BD, BE,
+            features, values, D, E,
         )  # fmt: skip
         few = tl.arange(0, 16)
         for start in range(begin, end, 16):
-            q = load_tile(Q, q_row, start, end, few, features, D, BD, False)
-            k = load_tile(K, k_row, start, end, few, features, D, BD, False)
-            v = load_tile(V, v_row, start, end, few, values, E, BE, False)
+            q = load_tile(Q, q_row, start, end, few, features, D, False)
+            k = load_tile(K, k_row, start, end, few, features, D, False)
+            v = load_tile(V, v_row, start, end, few, values, E, False)
             keep = visible_keys(MASK, start, end, few, HAS_MASK)
             v = tl.where(keep[:, None], v, 0.0)
             highest, weight, out = careful_rows(
                 q, K, V, k_row, v_row, MASK, alpha, beta, peak, mass, mean, start, end,
-                few, features, values, D, E, BD, BE, HAS_MASK,
+                few, features, values, D, E, HAS_MASK,
             )  # fmt: skip
             out *= inverse(weight)[:, None]
-            store_tile(OUT, out_row, start, end, out, few, values, E, BE, False)
+            store_tile(OUT, out_row, start, end, out, few, values, E, False)
             store_lse(LSE, tokens, start, end, few, highest, weight, PRECISE)
             x = k.to(tl.float32) * beta
             x = tl.where(keep[:, None] & (features < D)[None, :], x, float("-inf"))
@@ -289,8 +288,6 @@ def careful_rows(
     values,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
     HAS_MASK: tl.constexpr,
 ):
     """(top, weight, sum) of 16 rows: the carried state, then each key of the tile by itself."""

@@ -62,8 +62,6 @@ def take_state(
     values,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
     NATURAL: tl.constexpr,
     SAVE: tl.constexpr,
 ):
@@ -76,7 +74,7 @@ def take_state(
         mean = load_mean(MEAN, kv_head, features, values, D, E)
     else:
         first = kv_head * count
-        peak, mass, total = load_parts(PARTS, first, count, features, values, D, E, BD, BE)
+        peak, mass, total = load_parts(PARTS, first, count, features, values, D, E)
         log_mass, mean = normalized(peak, mass, total)
         if SAVE and first_reader:
             inside = features < D
@@ -171,20 +169,20 @@ def read_kernel(
         LSE += b * lse_batch + h * lse_head + first
     log_mass, mean = take_state(
         PARTS, LOG_MASS, MEAN, NORM, kv_head, count, part == 0 and h % group == 0,
-        features, values, D, E, BD, BE, NATURAL, SAVE,
+        features, values, D, E, NATURAL, SAVE,
     )  # fmt: skip
     mean = mean.to(Q.dtype.element_ty)
     eye = identity(BD, Q.dtype.element_ty, THROUGH)
 
     end = tl.minimum((part + 1) * span, queries)
     for start in range(part * span, end, ROWS):
-        q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
+        q = load_tile(Q, q_row, start, end, rows, features, D, FULL)
         x = as_float(q, eye) * scale + log_mass[None, :]
         top = tl.maximum(tl.max(x, axis=1), FLOOR)
         p = tl.exp2(x - top[:, None])
         weight = tl.sum(p, axis=1)
         out = dot(p.to(mean.dtype), mean) * (1.0 / tl.where(weight == 0.0, 1.0, weight))[:, None]
-        store_tile(OUT, out_row, start, end, out, rows, values, E, BE, FULL)
+        store_tile(OUT, out_row, start, end, out, rows, values, E, FULL)
         if SAVE and tl.program_id(2) == 0:
             store_lse(LSE, total, start, end, rows, top, weight, PRECISE)
 
@@ -263,8 +261,8 @@ def read_backward_kernel(
     slope = tl.zeros([ROWS, BD], tl.float32)
     end = tl.minimum((part + 1) * span, queries)
     for start in range(part * span, end, ROWS):
-        q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
-        dout = load_tile(DOUT, dout_row, start, end, rows, mine, E, BE, FULL)
+        q = load_tile(Q, q_row, start, end, rows, features, D, FULL)
+        dout = load_tile(DOUT, dout_row, start, end, rows, mine, E, FULL)
         x = as_float(q, eye) * (alpha * LOG2E) + log_mass[None, :]
         p = tl.exp2(minus_lse(x, LSE, tokens, start, end, rows, 0.0, PRECISE))
         if E <= BE:
@@ -274,7 +272,7 @@ def read_backward_kernel(
             for block in range(0, E, BE):
                 values = block + tl.arange(0, BE)
                 other_mean = load_mean(MEAN, kv_head, features, values, D, E)
-                other_dout = load_tile(DOUT, dout_row, start, end, rows, values, E, BE, FULL)
+                other_dout = load_tile(DOUT, dout_row, start, end, rows, values, E, FULL)
                 g = dot_add(other_dout, tl.trans(other_mean.to(mean.dtype)), g)
         delta = tl.sum(p * g, axis=1)
         weighted += p * delta[:, None]
@@ -283,7 +281,7 @@ def read_backward_kernel(
             if DALPHA is not None:
                 slope += gradient * as_float(q, eye)
             if tl.program_id(2) == 0:
-                store_tile(DQ, dq_row, start, end, gradient * slope_q, rows, features, D, BD, FULL)
+                store_tile(DQ, dq_row, start, end, gradient * slope_q, rows, features, D, FULL)
         dmean = dot_add(tl.trans(p.to(dout.dtype)), dout, dmean)
 
     base = PARTS + index * (D * E + D)

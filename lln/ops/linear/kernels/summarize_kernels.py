@@ -82,8 +82,8 @@ def summarize_kernel(
     total = tl.zeros([BD, BE], tl.float32)
     end = tl.minimum((part + 1) * span, keys)
     for start in range(part * span, end, ROWS):
-        k = load_tile(K, k_row, start, end, rows, features, D, BD, FULL)
-        v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
+        k = load_tile(K, k_row, start, end, rows, features, D, FULL)
+        v = load_tile(V, v_row, start, end, rows, values, E, FULL)
         x = as_float_transposed(k, eye) * scale  # [BD, ROWS]: features attend to keys
         if HAS_MASK or not FULL:
             keep = rows < end - start
@@ -209,12 +209,10 @@ def load_gradients(
     values,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
 ):
     """Sum of ``count`` gradient parts: dM of a block of features and values, g of the features."""
-    dmean = tl.zeros([BD, BE], tl.float32)
-    g = tl.zeros([BD], tl.float32)
+    dmean = tl.zeros([features.shape[0], values.shape[0]], tl.float32)
+    g = tl.zeros(features.shape, tl.float32)
     inside = features < D
     block = inside[:, None] & (values < E)[None, :]
     for part in range(count):
@@ -294,14 +292,14 @@ def summarize_backward_kernel(
     mass = tl.load(NORM + D + features, mask=inside, other=0.0)
     shrink = tl.where(mass == 0.0, 0.0, 1.0 / tl.where(mass == 0.0, 1.0, mass))
     values = tl.arange(0, BE)
-    dmean, g = load_gradients(PARTS, head * count, count, features, values, D, E, BD, BE)
+    dmean, g = load_gradients(PARTS, head * count, count, features, values, D, E)
     g *= shrink
     weight = (dmean * shrink[:, None]).to(dtype)
 
     slope = tl.zeros([ROWS, BD], tl.float32)
     end = tl.minimum((part + 1) * span, keys)
     for start in range(part * span, end, ROWS):
-        k = load_tile(K, k_row, start, end, rows, features, D, BD, FULL)
+        k = load_tile(K, k_row, start, end, rows, features, D, FULL)
         x = as_float(k, eye) * (beta * LOG2E)
         if HAS_MASK or not FULL:
             keep = rows < end - start
@@ -312,21 +310,21 @@ def summarize_backward_kernel(
         ph = p.to(dtype)
         gradient = tl.zeros([ROWS, BD], tl.float32) + g[None, :]
         if E <= BE:
-            v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
+            v = load_tile(V, v_row, start, end, rows, values, E, FULL)
             if HAS_MASK:
                 v = tl.where(keep[:, None], v, 0.0)
-            store_tile(DV, dv_row, start, end, dot(ph, weight), rows, values, E, BE, FULL)
+            store_tile(DV, dv_row, start, end, dot(ph, weight), rows, values, E, FULL)
             gradient = dot_add(v, tl.trans(weight), gradient)
         else:
             for column in range(0, E, BE):
                 # with several value blocks the gradient parts are already merged: count == 1
                 block = column + values
-                dmean, _ = load_gradients(PARTS, head, 1, features, block, D, E, BD, BE)
+                dmean, _ = load_gradients(PARTS, head, 1, features, block, D, E)
                 weight = (dmean * shrink[:, None]).to(dtype)
-                v = load_tile(V, v_row, start, end, rows, block, E, BE, FULL)
+                v = load_tile(V, v_row, start, end, rows, block, E, FULL)
                 if HAS_MASK:
                     v = tl.where(keep[:, None], v, 0.0)
-                store_tile(DV, dv_row, start, end, dot(ph, weight), rows, block, E, BE, FULL)
+                store_tile(DV, dv_row, start, end, dot(ph, weight), rows, block, E, FULL)
                 gradient = dot_add(v, tl.trans(weight), gradient)
         gradient *= p
         if DBETA is not None:
@@ -334,6 +332,6 @@ def summarize_backward_kernel(
             if HAS_MASK:
                 clean = tl.where(keep[:, None], clean, 0.0)
             slope += gradient * clean
-        store_tile(DK, dk_row, start, end, gradient * beta, rows, features, D, BD, FULL)
+        store_tile(DK, dk_row, start, end, gradient * beta, rows, features, D, FULL)
     if DBETA is not None:
         tl.store(DBETA + index, tl.sum(slope))

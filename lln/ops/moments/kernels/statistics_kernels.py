@@ -77,13 +77,13 @@ def _moments(
 ):
     """Count, mean and squared deviation of rows begin … end of one head."""
     rows, columns = tl.arange(0, ROWS), tl.arange(0, BD)
-    x, keep = _tile(X, x_row, MASK, mask_offset, begin, end, rows, columns, D, BD, FULL)
+    x, keep = _tile(X, x_row, MASK, mask_offset, begin, end, rows, columns, D, FULL)
     center = tl.sum(x) / tl.maximum(tl.sum(keep.to(tl.float32)) * D, 1.0)
     count = tl.zeros([ROWS], tl.float32)
     first = tl.zeros([ROWS, BD], tl.float32)
     second = tl.zeros([ROWS, BD], tl.float32)
     for start in tl.range(begin, end, ROWS, num_stages=STAGES):
-        x, keep = _tile(X, x_row, MASK, mask_offset, start, end, rows, columns, D, BD, FULL)
+        x, keep = _tile(X, x_row, MASK, mask_offset, start, end, rows, columns, D, FULL)
         x -= center
         if not FULL or MASK is not None:
             x = tl.where(keep[:, None], x, 0.0)
@@ -110,11 +110,10 @@ def _tile(
     rows,
     columns,
     D: tl.constexpr,
-    BD: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """A tile in float32, zero where masked, and which of its rows count."""
-    x = load_tile(X, x_row, start, end, rows, columns, D, BD, FULL).to(tl.float32)
+    x = load_tile(X, x_row, start, end, rows, columns, D, FULL).to(tl.float32)
     keep = rows < end - start
     if MASK is not None:
         keep = tl.load(MASK + mask_offset + start + rows, mask=keep, other=0) != 0

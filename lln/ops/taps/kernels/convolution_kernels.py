@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from lln.ops.common.kernels.features import dot, dot_add, jit, load_tile, store_tile
+from lln.ops.common.kernels.features import divides, dot, dot_add, jit, load_tile, store_tile
 
 
 @jit
@@ -37,13 +37,11 @@ def seen(MASK, index, inside):
 
 
 @jit
-def load_around(
-    pointer, stride, MASK, first, tokens, rows, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
+def load_around(pointer, stride, MASK, first, tokens, rows, columns, WIDTH: tl.constexpr):
     """Rows first + rows of a matrix [tokens, WIDTH]; zero where no valid token is."""
     index = first + rows
     inside = seen(MASK, index, (index >= 0) & (index < tokens))[:, None]
-    if WIDTH % BLOCK != 0:
+    if not divides(columns.shape[0], WIDTH):
         inside = inside & (columns < WIDTH)[None, :]
     pointers = pointer + tl.cast(index, tl.int64)[:, None] * stride + columns[None, :]
     return tl.load(pointers, mask=inside, other=0.0)
@@ -95,12 +93,12 @@ def convolve_kernel(
     end = tl.minimum((part + 1) * span, tokens)
     for start in range(part * span, end, ROWS):
         first = start - BEFORE
-        near = load_around(V, v_row, MASK, first, tokens, rows, values, E, BE)
-        far = load_around(V, v_row, MASK, first + ROWS, tokens, halo, values, E, BE)
+        near = load_around(V, v_row, MASK, first, tokens, rows, values, E)
+        far = load_around(V, v_row, MASK, first + ROWS, tokens, halo, values, E)
         out = dot_add(after, far, dot(own, near))
         if ONTO is not None:
-            out += load_tile(ONTO, onto_row, start, end, rows, values, E, BE, False).to(tl.float32)
-        store_tile(OUT, out_row, start, end, out, rows, values, E, BE, False)
+            out += load_tile(ONTO, onto_row, start, end, rows, values, E, False).to(tl.float32)
+        store_tile(OUT, out_row, start, end, out, rows, values, E, False)
 
 
 @jit
@@ -160,11 +158,11 @@ def convolve_backward_kernel(
         first = start - AFTER
         gradient = tl.zeros([ROWS, BE], tl.float32)
         if PARTS is not None:
-            v = load_around(V, v_row, MASK, start, end, rows, values, E, BE)
+            v = load_around(V, v_row, MASK, start, end, rows, values, E)
         for member in tl.static_range(GROUP):
             dout = DOUT + member * dout_head
-            near = load_around(dout, dout_row, None, first, tokens, rows, values, E, BE)
-            far = load_around(dout, dout_row, None, first + ROWS, tokens, halo, values, E, BE)
+            near = load_around(dout, dout_row, None, first, tokens, rows, values, E)
+            far = load_around(dout, dout_row, None, first + ROWS, tokens, halo, values, E)
             if DV is not None:
                 gradient = dot_add(after, far, dot_add(own, near, gradient))
             if PARTS is not None:
@@ -175,9 +173,9 @@ def convolve_backward_kernel(
                 kept = seen(MASK, start + rows, start + rows < end)
                 gradient = tl.where(kept[:, None], gradient, 0.0)
             if ADD:
-                other = load_tile(DV, dv_row, start, end, rows, values, E, BE, False)
+                other = load_tile(DV, dv_row, start, end, rows, values, E, False)
                 gradient = gradient.to(other.dtype).to(tl.float32) + other.to(tl.float32)
-            store_tile(DV, dv_row, start, end, gradient, rows, values, E, BE, False)
+            store_tile(DV, dv_row, start, end, gradient, rows, values, E, False)
     if PARTS is not None:
         width: tl.constexpr = ROWS + HALO
         base = PARTS + (head * tl.num_programs(0) + part) * ROWS * width + rows[:, None] * width

@@ -60,9 +60,6 @@ def query_gradients(
     DMIX,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    ROWS: tl.constexpr,
     FULL: tl.constexpr,
     MASKED: tl.constexpr,
     LINEAR: tl.constexpr,
@@ -71,9 +68,9 @@ def query_gradients(
     ADD: tl.constexpr,
 ):
     """Store dq of a tile of one query head and its slopes; return q, dO, weighted R and dS."""
-    q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
-    dout = load_tile(DOUT, dout_row, start, end, rows, values, E, BE, FULL)
-    dq = tl.zeros([ROWS, BD], tl.float32)
+    q = load_tile(Q, q_row, start, end, rows, features, D, FULL)
+    dout = load_tile(DOUT, dout_row, start, end, rows, values, E, FULL)
+    dq = tl.zeros([rows.shape[0], features.shape[0]], tl.float32)
     # the average weighs both branches by ½, which is exact as one less in the exponent of a row
     extra: tl.constexpr = 1.0 if AVERAGE else 0.0
     twice: tl.constexpr = 2.0 if AVERAGE else 1.0
@@ -108,8 +105,8 @@ def query_gradients(
     ds = (r * (dr * scale - (epsilon * scale)[:, None])).to(q.dtype)
     dq = dot_add(ds, k, dq)
     if ADD:
-        dq += 0.5 * load_tile(DQ, dq_row, start, end, rows, features, D, BD, FULL).to(tl.float32)
-    store_tile(DQ, dq_row, start, end, dq, rows, features, D, BD, FULL)
+        dq += 0.5 * load_tile(DQ, dq_row, start, end, rows, features, D, FULL).to(tl.float32)
+    store_tile(DQ, dq_row, start, end, dq, rows, features, D, FULL)
     if DMIX is not None:
         tl.store(DMIX, tl.sum(delta - epsilon))
     return q, dout, r.to(dout.dtype), ds
@@ -226,7 +223,7 @@ def diag_backward_kernel(
         peak = tl.load(NORM + head * 2 * D + features, mask=inside, other=0.0)
         mass = tl.load(NORM + head * 2 * D + D + features, mask=inside, other=0.0)
         shrink = tl.where(mass == 0.0, 0.0, 1.0 / tl.where(mass == 0.0, 1.0, mass))
-        dmean, g = load_gradients(PARTS, head * count, count, features, values, D, E, BD, BE)
+        dmean, g = load_gradients(PARTS, head * count, count, features, values, D, E)
         g *= shrink
         weight = (dmean * shrink[:, None]).to(dtype)
 
@@ -234,8 +231,8 @@ def diag_backward_kernel(
     last = tl.minimum((part + 1) * span, tokens)
     for start in range(part * span, last, STEP):
         end = tl.minimum(start + STEP, last)
-        k = load_tile(K, k_row, start, end, rows, features, D, BD, FULL)
-        v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
+        k = load_tile(K, k_row, start, end, rows, features, D, FULL)
+        v = load_tile(V, v_row, start, end, rows, values, E, FULL)
         keep = rows < end - start
         if HAS_MASK:
             keep = tl.load(MASK + start + rows, mask=keep, other=0) != 0
@@ -263,7 +260,7 @@ def diag_backward_kernel(
                 LSE + member * lse_head, q_row, dout_row, dq_row, k, v, seen,
                 log_mass, mean, eye, alpha, share, 1.0 - share, scale, start, end, tokens,
                 rows, features, values, slope_alpha, slope_mix,
-                D, E, BD, BE, ROWS, FULL, masked, LINEAR, AVERAGE, PRECISE, ADD,
+                D, E, FULL, masked, LINEAR, AVERAGE, PRECISE, ADD,
             )  # fmt: skip
             dv = dot_add(tl.trans(r), dout, dv)
             if GROUP > 1:
@@ -275,8 +272,8 @@ def diag_backward_kernel(
                 p = tl.where(keep[:, None], p, 0.0)
             dv = dot_add(p.to(dtype), weight, dv)
         if ADD:
-            dv += 0.5 * load_tile(DV, dv_row, start, end, rows, values, E, BE, FULL).to(tl.float32)
-        store_tile(DV, dv_row, start, end, dv, rows, values, E, BE, FULL)
+            dv += 0.5 * load_tile(DV, dv_row, start, end, rows, values, E, FULL).to(tl.float32)
+        store_tile(DV, dv_row, start, end, dv, rows, values, E, FULL)
         if LINEAR:
             pull = dot(v, tl.trans(weight))
             if DBETA is not None:
@@ -289,7 +286,5 @@ def diag_backward_kernel(
         if GROUP == 1:
             dk = dot_add(tl.trans(ds), q, dk)
         if ADD:
-            dk += 0.5 * load_tile(DK, dk_row, start, end, rows, features, D, BD, FULL).to(
-                tl.float32
-            )
-        store_tile(DK, dk_row, start, end, dk, rows, features, D, BD, FULL)
+            dk += 0.5 * load_tile(DK, dk_row, start, end, rows, features, D, FULL).to(tl.float32)
+        store_tile(DK, dk_row, start, end, dk, rows, features, D, FULL)

@@ -153,7 +153,7 @@ def diag_kernel(
         local = 1.0 - share
         log_mass, mean = take_state(
             PARTS, LOG_MASS, MEAN, NORM, head // group, count, part == 0 and head % group == 0,
-            features, values, D, E, BD, BE, False, SAVE,
+            features, values, D, E, False, SAVE,
         )  # fmt: skip
         mean = mean.to(dtype)
         eye = identity(BD, dtype, THROUGH)
@@ -161,9 +161,9 @@ def diag_kernel(
     last = tl.minimum((part + 1) * span, tokens)
     for start in range(part * span, last, STEP):
         end = tl.minimum(start + STEP, last)
-        q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
-        k = load_tile(K, k_row, start, end, rows, features, D, BD, FULL)
-        v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
+        q = load_tile(Q, q_row, start, end, rows, features, D, FULL)
+        k = load_tile(K, k_row, start, end, rows, features, D, FULL)
+        v = load_tile(V, v_row, start, end, rows, values, E, FULL)
         if HAS_MASK:
             keep = tl.load(MASK + start + rows, mask=rows < end - start, other=0) != 0
             k = tl.where(keep[:, None], k, 0.0)
@@ -190,6 +190,6 @@ def diag_kernel(
             if SAVE:
                 store_lse(LSE, tokens, start, end, rows, top, weight, PRECISE)
         if ADD:
-            held = load_tile(OUT, out_row, start, end, rows, values, E, BE, FULL)
+            held = load_tile(OUT, out_row, start, end, rows, values, E, FULL)
             out += held.to(tl.float32) * 0.5
-        store_tile(OUT, out_row, start, end, out, rows, values, E, BE, FULL)
+        store_tile(OUT, out_row, start, end, out, rows, values, E, FULL)

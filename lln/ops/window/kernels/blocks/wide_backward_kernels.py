@@ -42,12 +42,12 @@ from lln.ops.window.kernels.joint.near_kernels import window_of
 def pull_queries(
     q, dout, K, V, MASK, k_row, v_row, col, last, lse, delta, slope, local, dq, epsilon, cols,
     features, values,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, FULL: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, FULL: tl.constexpr,
     HAS_MASK: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     """Add the keys col … of a window to dq and, with SUM, to ε; ``delta`` is (1 − w) ε · scale."""
-    k = load_tile(K, k_row, col, last, cols, features, D, BD, FULL)
-    v = load_tile(V, v_row, col, last, cols, values, E, BE, FULL)
+    k = load_tile(K, k_row, col, last, cols, features, D, FULL)
+    v = load_tile(V, v_row, col, last, cols, values, E, FULL)
     if HAS_MASK or not FULL:
         keep = kept(MASK, col, last, cols, HAS_MASK)
         if HAS_MASK:
@@ -123,9 +123,9 @@ def wide_dq_kernel(
     slope_mix = tl.zeros([ROWS], tl.float32)
     for here in range(part * span, tl.minimum((part + 1) * span, tiles)):
         start, stop, first, last = window_of(here, block, overlap, per_block, tokens, ROWS, False)
-        q = load_tile(Q, q_row, start, stop, rows, features, D, BD, FULL)
-        dout = load_tile(DOUT, dout_row, start, stop, rows, values, E, BE, FULL)
-        out = load_tile(OUT, out_row, start, stop, rows, values, E, BE, FULL)
+        q = load_tile(Q, q_row, start, stop, rows, features, D, FULL)
+        dout = load_tile(DOUT, dout_row, start, stop, rows, values, E, FULL)
+        out = load_tile(OUT, out_row, start, stop, rows, values, E, FULL)
         both = tl.sum(dout.to(tl.float32) * out.to(tl.float32), axis=1)
         # in every step anew: a number per feature held through the loop takes 16 registers
         log_mass = load_log_mass(LOG_MASS, head // group, features, D, False)
@@ -150,18 +150,18 @@ def wide_dq_kernel(
                 dq, epsilon = pull_queries(
                     q, dout, K, V, MASK, k_row, v_row, first + step * COLS, last, lse,
                     rest * scale, slope, local * scale, dq, epsilon, cols, features, values,
-                    D, E, BD, BE, FULL, HAS_MASK, DMIX is not None,
+                    D, E, FULL, HAS_MASK, DMIX is not None,
                 )  # fmt: skip
         else:
             for col in range(first, last, COLS):
                 dq, epsilon = pull_queries(
                     q, dout, K, V, MASK, k_row, v_row, col, last, lse,
                     rest * scale, slope, local * scale, dq, epsilon, cols, features, values,
-                    D, E, BD, BE, FULL, HAS_MASK, DMIX is not None,
+                    D, E, FULL, HAS_MASK, DMIX is not None,
                 )  # fmt: skip
         if DMIX is not None:
             slope_mix += delta - epsilon
-        store_tile(DQ, dq_row, start, stop, dq, rows, features, D, BD, FULL)
+        store_tile(DQ, dq_row, start, stop, dq, rows, features, D, FULL)
 
     if PARTS is not None:
         PARTS += index * (D * E + D)
@@ -179,15 +179,15 @@ def wide_dq_kernel(
 def pull_keys(
     k, v, Q, DOUT, LSE, DELTA, q_row, dout_row, start, end, j, keep, block, overlap, scale, shift,
     dk, dv, rows, features, values,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, FULL: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, FULL: tl.constexpr,
     WHOLE: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """Add the queries start … < end to dk and dv; ``shift`` is log2(1 − w).
 
     WHOLE: they are of one block.
     """
-    q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
-    dout = load_tile(DOUT, dout_row, start, end, rows, values, E, BE, FULL)
+    q = load_tile(Q, q_row, start, end, rows, features, D, FULL)
+    dout = load_tile(DOUT, dout_row, start, end, rows, values, E, FULL)
     i = start + rows
     if FULL:
         lse, delta = tl.load(LSE + i), tl.load(DELTA + i) * scale
@@ -265,8 +265,8 @@ def wide_dkdv_kernel(
     slopes = tl.zeros([COLS], tl.float32)
     for tile in range(part * span, tl.minimum((part + 1) * span, tiles)):
         col = tile * COLS
-        k = load_tile(K, k_row, col, tokens, cols, features, D, BD, FULL)
-        v = load_tile(V, v_row, col, tokens, cols, values, E, BE, FULL)
+        k = load_tile(K, k_row, col, tokens, cols, features, D, FULL)
+        v = load_tile(V, v_row, col, tokens, cols, values, E, FULL)
         # keys that are masked may be anything: what follows from them is left out row by row, since
         # tiles that are changed would be held in registers
         keep = kept(MASK, col, tokens, cols, HAS_MASK)
@@ -298,7 +298,7 @@ def wide_dkdv_kernel(
                         k, v, Q + member * q_head, DOUT + member * dout_head,
                         LSE + member * tokens * 2, DELTA + member * tokens, q_row, dout_row,
                         begin + step * ROWS, end, col + cols, keep, block, overlap, scale, shift,
-                        dk, dv, rows, features, values, D, E, BD, BE, FULL, WHOLE, HAS_MASK,
+                        dk, dv, rows, features, values, D, E, FULL, WHOLE, HAS_MASK,
                     )  # fmt: skip
             else:
                 for start in range(begin, end, ROWS):
@@ -306,9 +306,9 @@ def wide_dkdv_kernel(
                         k, v, Q + member * q_head, DOUT + member * dout_head,
                         LSE + member * tokens * 2, DELTA + member * tokens, q_row, dout_row,
                         start, end, col + cols, keep, block, overlap, scale, shift,
-                        dk, dv, rows, features, values, D, E, BD, BE, FULL, WHOLE, HAS_MASK,
+                        dk, dv, rows, features, values, D, E, FULL, WHOLE, HAS_MASK,
                     )  # fmt: skip
-        store_tile(DV, dv_row, col, tokens, dv, cols, values, E, BE, FULL)
-        store_tile(DK, dk_row, col, tokens, dk, cols, features, D, BD, FULL)
+        store_tile(DV, dv_row, col, tokens, dv, cols, values, E, FULL)
+        store_tile(DK, dk_row, col, tokens, dk, cols, features, D, FULL)
     if DBETA is not None:
         tl.store(DBETA + kv_head * tl.num_programs(0) + part, tl.sum(slopes))

@@ -41,15 +41,15 @@ def kept(MASK, col, last, cols, HAS_MASK: tl.constexpr):
 @jit
 def attend_keys(
     q, K, V, MASK, k_row, v_row, col, last, slope, top, weight, total, cols, features, values,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, FULL: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, FULL: tl.constexpr,
     HAS_MASK: tl.constexpr, FLIP: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Add the keys col … of a window to a running softmax (base 2); ``slope`` is positive.
 
     FIRST: nothing is in it yet.
     """
-    k = load_tile(K, k_row, col, last, cols, features, D, BD, FULL)
-    v = load_tile(V, v_row, col, last, cols, values, E, BE, FULL)
+    k = load_tile(K, k_row, col, last, cols, features, D, FULL)
+    v = load_tile(V, v_row, col, last, cols, values, E, FULL)
     s = dot_scores(q, tl.trans(k))
     if FLIP:
         s = -s
@@ -105,14 +105,14 @@ def wide_kernel(
     alpha *= LOG2E
     log_mass, mean = take_state(
         PARTS, LOG_MASS, MEAN, NORM, head // group, count, part == 0 and head % group == 0,
-        features, values, D, E, BD, BE, False, SAVE,
+        features, values, D, E, False, SAVE,
     )  # fmt: skip
     mean = mean.to(dtype)
     eye = identity(BD, dtype, THROUGH)
 
     for here in range(part * span, tl.minimum((part + 1) * span, tiles)):
         start, stop, first, last = window_of(here, block, overlap, per_block, tokens, ROWS, False)
-        q = load_tile(Q, q_row, start, stop, rows, features, D, BD, FULL)
+        q = load_tile(Q, q_row, start, stop, rows, features, D, FULL)
         top = tl.full([ROWS], FLOOR, tl.float32)
         weight = tl.zeros([ROWS], tl.float32)
         total = tl.zeros([ROWS, BE], tl.float32)
@@ -120,13 +120,13 @@ def wide_kernel(
             for step in tl.static_range(UNROLL):
                 top, weight, total = attend_keys(
                     q, K, V, MASK, k_row, v_row, first + step * COLS, last, slope, top, weight,
-                    total, cols, features, values, D, E, BD, BE, FULL, HAS_MASK, FLIP, step == 0,
+                    total, cols, features, values, D, E, FULL, HAS_MASK, FLIP, step == 0,
                 )  # fmt: skip
         else:
             for col in range(first, last, COLS):
                 top, weight, total = attend_keys(
                     q, K, V, MASK, k_row, v_row, col, last, slope, top, weight, total, cols,
-                    features, values, D, E, BD, BE, FULL, HAS_MASK, FLIP, False,
+                    features, values, D, E, FULL, HAS_MASK, FLIP, False,
                 )  # fmt: skip
         out = total * ((1.0 - share) / tl.where(weight == 0.0, 1.0, weight))[:, None]
         if SAVE:
@@ -139,4 +139,4 @@ def wide_kernel(
         out = dot_add(p.to(dtype), mean, out)
         if SAVE:
             store_lse(LSE, tokens, start, stop, rows, top, weight, False)
-        store_tile(OUT, out_row, start, stop, out, rows, values, E, BE, FULL)
+        store_tile(OUT, out_row, start, stop, out, rows, values, E, FULL)

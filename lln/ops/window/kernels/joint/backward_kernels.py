@@ -170,13 +170,13 @@ def joint_dq_kernel(
         start, stop, first, last = window_of(
             tile, block, overlap, rows_per_block, tokens, ROWS, CAUSAL
         )
-        q = load_tile(Q + b * q_batch + h * q_head, q_row, start, stop, rows, features, D, BD, FULL)
+        q = load_tile(Q + b * q_batch + h * q_head, q_row, start, stop, rows, features, D, FULL)
         dout = load_tile(
             DOUT + b * dout_batch + h * dout_head,
-            dout_row, start, stop, rows, values, E, BE, FULL,
+            dout_row, start, stop, rows, values, E, FULL,
         )  # fmt: skip
         out = load_tile(
-            OUT + b * out_batch + h * out_head, out_row, start, stop, rows, values, E, BE, FULL
+            OUT + b * out_batch + h * out_head, out_row, start, stop, rows, values, E, FULL
         )
         inside = rows < stop - start
         at = head * tokens + start + rows
@@ -202,7 +202,7 @@ def joint_dq_kernel(
             if Q_FAR is not None:
                 q_far = load_tile(
                     Q_FAR + b * far_batch + h * far_head,
-                    far_row, start, stop, rows, slots, S, BS, FULL,
+                    far_row, start, stop, rows, slots, S, FULL,
                 )  # fmt: skip
             wide = as_float(q_far, eye)
             x = wide * (alpha * LOG2E) + (log_mass + gamma * LOG2E)[None, :]
@@ -218,12 +218,12 @@ def joint_dq_kernel(
             else:
                 store_tile(
                     DQ_FAR + b * dfar_batch + h * dfar_head,
-                    dfar_row, start, stop, dfar * alpha, rows, slots, S, BS, FULL,
+                    dfar_row, start, stop, dfar * alpha, rows, slots, S, FULL,
                 )  # fmt: skip
         if NEAR:
             for col in range(first, last, COLS):
-                k = load_tile(K, k_row, col, last, cols, features, D, BD, FULL)
-                v = load_tile(V, v_row, col, last, cols, values, E, BE, FULL)
+                k = load_tile(K, k_row, col, last, cols, features, D, FULL)
+                v = load_tile(V, v_row, col, last, cols, values, E, FULL)
                 if FULL and not CAUSAL:
                     p = tl.exp2(dot_scores(q, tl.trans(k)) * slope - lse[:, None])
                     ds = p * (dot(dout, tl.trans(v)) - delta[:, None])
@@ -272,7 +272,6 @@ def joint_dq_kernel(
             rows,
             features,
             D,
-            BD,
             FULL,
         )
     if FAR:
@@ -385,8 +384,8 @@ def joint_dkdv_kernel(
         return
     j = col + cols
     keep = j < stop
-    k = load_tile(K + b * k_batch + g * k_head, k_row, col, stop, cols, features, D, BD, FULL)
-    v = load_tile(V + b * v_batch + g * v_head, v_row, col, stop, cols, values, E, BE, FULL)
+    k = load_tile(K + b * k_batch + g * k_head, k_row, col, stop, cols, features, D, FULL)
+    v = load_tile(V + b * v_batch + g * v_head, v_row, col, stop, cols, values, E, FULL)
     if HAS_MASK:
         keep = tl.load(MASK + b * mask_batch + j, mask=keep, other=0) != 0
         k = tl.where(keep[:, None], k, 0.0)
@@ -404,7 +403,7 @@ def joint_dkdv_kernel(
         k_far = k
         if K_FAR is not None:
             k_far = load_tile(
-                K_FAR + b * far_batch + g * far_head, far_row, col, stop, cols, slots, S, BS, FULL
+                K_FAR + b * far_batch + g * far_head, far_row, col, stop, cols, slots, S, FULL
             )
         kept = keep
         wide = as_float(k_far, identity(BS, k_far.dtype, THROUGH))
@@ -426,7 +425,7 @@ def joint_dkdv_kernel(
         else:
             store_tile(
                 DK_FAR + b * dfar_batch + g * dfar_head,
-                dfar_row, col, stop, gradient * beta, cols, slots, S, BS, FULL,
+                dfar_row, col, stop, gradient * beta, cols, slots, S, FULL,
             )  # fmt: skip
     if NEAR:
         last = tl.minimum(col + COLS, stop) - 1
@@ -440,11 +439,11 @@ def joint_dkdv_kernel(
             head = kv_head * group + member
             for start in range(begin, end, ROWS):
                 q = load_tile(
-                    Q + b * q_batch + h * q_head, q_row, start, end, rows, features, D, BD, FULL
+                    Q + b * q_batch + h * q_head, q_row, start, end, rows, features, D, FULL
                 )
                 dout = load_tile(
                     DOUT + b * dout_batch + h * dout_head,
-                    dout_row, start, end, rows, values, E, BE, FULL,
+                    dout_row, start, end, rows, values, E, FULL,
                 )  # fmt: skip
                 i = start + rows
                 inside = i < end
@@ -476,5 +475,5 @@ def joint_dkdv_kernel(
         dk += tl.where(mine, more[None, :], 0.0)
         more = tl.load(DSINK_V + base * E + values, mask=values < E, other=0.0)
         dv += tl.where(mine, more[None, :], 0.0)
-    store_tile(DK + b * dk_batch + g * dk_head, dk_row, col, stop, dk, cols, features, D, BD, FULL)
-    store_tile(DV + b * dv_batch + g * dv_head, dv_row, col, stop, dv, cols, values, E, BE, FULL)
+    store_tile(DK + b * dk_batch + g * dk_head, dk_row, col, stop, dk, cols, features, D, FULL)
+    store_tile(DV + b * dv_batch + g * dv_head, dv_row, col, stop, dv, cols, values, E, FULL)

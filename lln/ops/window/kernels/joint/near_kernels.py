@@ -203,7 +203,7 @@ def joint_kernel(
         tl.program_id(0), block, overlap, rows_per_block, tokens, ROWS, CAUSAL
     )
     slope = scale * LOG2E
-    q = load_tile(Q, q_row, start, stop, rows, features, D, BD, FULL)
+    q = load_tile(Q, q_row, start, stop, rows, features, D, FULL)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, BE], tl.float32)
@@ -219,7 +219,7 @@ def joint_kernel(
         q_far = q
         if Q_FAR is not None:
             Q_FAR += b * far_batch + h * far_head
-            q_far = load_tile(Q_FAR, far_row, start, stop, rows, slots, S, BS, FULL)
+            q_far = load_tile(Q_FAR, far_row, start, stop, rows, slots, S, FULL)
         x = (
             as_float(q_far, identity(BS, q_far.dtype, THROUGH)) * alpha
             + (log_mass + gamma)[None, :]
@@ -227,8 +227,8 @@ def joint_kernel(
         top, weight, total = attend_scores(x, mean, top, weight, total)
     if NEAR:
         for col in range(first, last, COLS):
-            k = load_tile(K, k_row, col, last, cols, features, D, BD, FULL)
-            v = load_tile(V, v_row, col, last, cols, values, E, BE, FULL)
+            k = load_tile(K, k_row, col, last, cols, features, D, FULL)
+            v = load_tile(V, v_row, col, last, cols, values, E, FULL)
             if FULL and not CAUSAL:
                 s = dot_scores(q, tl.trans(k)) * slope
                 top, weight, total = attend_scores(s, v, top, weight, total)
@@ -249,7 +249,7 @@ def joint_kernel(
         top, weight, total = attend_tile(q, k, v, seen, top, weight, total, slope)
     empty = weight == 0.0
     out = total / tl.where(empty, 1.0, weight)[:, None]
-    store_tile(OUT, out_row, start, stop, out, rows, values, E, BE, FULL)
+    store_tile(OUT, out_row, start, stop, out, rows, values, E, FULL)
     log = top + tl.log2(tl.where(empty, 1.0, weight))
     log = tl.where(empty, float("inf"), log) if FAR else tl.where(empty, float("-inf"), log * LN2)
     tl.store(LSE + head * tokens + start + rows, log, mask=rows < stop - start)

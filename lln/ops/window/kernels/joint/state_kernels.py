@@ -77,8 +77,8 @@ def segments_kernel(
     mass = tl.zeros([BS], tl.float32)
     total = tl.zeros([BS, BE], tl.float32)
     for start in range(tl.maximum(begin, 0), end, ROWS):
-        k = load_tile(K, k_row, start, end, rows, slots, S, BS, FULL)
-        v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
+        k = load_tile(K, k_row, start, end, rows, slots, S, FULL)
+        v = load_tile(V, v_row, start, end, rows, values, E, FULL)
         x = as_float_transposed(k, eye) * beta
         if HAS_MASK or not FULL:
             keep = rows < end - start
