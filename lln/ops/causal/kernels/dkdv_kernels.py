@@ -27,6 +27,8 @@ from lln.ops.common.kernels.features import (
     identity,
     jit,
     load_tile,
+    of_head,
+    row_of,
     store_tile,
 )
 
@@ -69,14 +71,7 @@ def summarize_queries_kernel(
     DELTA,
     ALPHA,
     PARTS,
-    q_batch,
-    q_head,
-    q_row,
-    dout_batch,
-    dout_head,
-    dout_row,
-    alpha_batch,
-    alpha_head,
+    strides,
     heads,
     tokens,
     span,
@@ -88,19 +83,19 @@ def summarize_queries_kernel(
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
     PRECISE: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """PARTS[head, ·] = (Σ a dO, Q, Σ a, Σ a δ) of the queries of each segment from ``first`` on."""
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        dout_row = q_row
+    q_strides, dout_strides, alpha_strides = strides
+    q_row = q_strides[2]
+    dout_row = row_of(dout_strides, q_row)
     segment, head = tl.program_id(0) + first, tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
-    Q += b * q_batch + h * q_head
-    DOUT += b * dout_batch + h * dout_head
+    Q += of_head(q_strides, b, h)
+    DOUT += of_head(dout_strides, b, h)
     LSE += head * tokens * (2 if PRECISE else 1)
     DELTA += head * tokens
-    alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32) * LOG2E
+    alpha = tl.load(ALPHA + of_head(alpha_strides, b, h)).to(tl.float32) * LOG2E
     rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
     values = tl.program_id(2) * BE + tl.arange(0, BE)
     eye = identity(BD, Q.dtype.element_ty, THROUGH)
@@ -140,29 +135,7 @@ def causal_dkdv_kernel(
     DK,
     DV,
     DBETA,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    dout_batch,
-    dout_head,
-    dout_row,
-    dk_batch,
-    dk_head,
-    dk_row,
-    dv_batch,
-    dv_head,
-    dv_row,
-    mask_batch,
-    alpha_batch,
-    alpha_head,
-    beta_batch,
-    beta_head,
+    strides,
     heads,
     group,
     tokens,
@@ -179,30 +152,31 @@ def causal_dkdv_kernel(
     WIDE: tl.constexpr,
     TERMS: tl.constexpr,
     SUMS: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DK, DV of one segment from one query head; DBETA[head, segment] if asked for."""
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        k_row = q_row
-        v_row = q_row
-        dout_row = q_row
-        dk_row = q_row
-        dv_row = q_row
+    (
+        q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, mask_batch,
+        alpha_strides, beta_strides,
+    ) = strides  # fmt: skip
+    q_row = q_strides[2]
+    k_row, v_row = row_of(k_strides, q_row), row_of(v_strides, q_row)
+    dout_row, dk_row = row_of(dout_strides, q_row), row_of(dk_strides, q_row)
+    dv_row = row_of(dv_strides, q_row)
     segment, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
-    Q += b * q_batch + h * q_head
-    K += b * k_batch + h // group * k_head
-    V += b * v_batch + h // group * v_head
-    DOUT += b * dout_batch + h * dout_head
-    DK += b * dk_batch + h * dk_head
-    DV += b * dv_batch + h * dv_head
+    Q += of_head(q_strides, b, h)
+    K += of_head(k_strides, b, h // group)
+    V += of_head(v_strides, b, h // group)
+    DOUT += of_head(dout_strides, b, h)
+    DK += of_head(dk_strides, b, h)
+    DV += of_head(dv_strides, b, h)
     LSE += head * tokens * (2 if PRECISE else 1)
     DELTA += head * tokens
     if HAS_MASK:
         MASK += b * mask_batch
-    alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32) * LOG2E
-    beta = tl.load(BETA + b * beta_batch + h // group * beta_head).to(tl.float32)
+    alpha = tl.load(ALPHA + of_head(alpha_strides, b, h)).to(tl.float32) * LOG2E
+    beta = tl.load(BETA + of_head(beta_strides, b, h // group)).to(tl.float32)
     rows, features, values = tl.arange(0, ROWS), tl.arange(0, BD), tl.arange(0, BE)
     dtype: tl.constexpr = Q.dtype.element_ty
     masked: tl.constexpr = HAS_MASK or not FULL

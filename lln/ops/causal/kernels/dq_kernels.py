@@ -32,6 +32,8 @@ from lln.ops.common.kernels.features import (
     identity,
     jit,
     load_tile,
+    of_head,
+    row_of,
     store_tile,
 )
 from lln.ops.linear.kernels.read_kernels import minus_lse
@@ -54,26 +56,7 @@ def causal_dq_kernel(
     DELTA,
     FLAGS,
     DALPHA,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    dout_batch,
-    dout_head,
-    dout_row,
-    dq_batch,
-    dq_head,
-    dq_row,
-    mask_batch,
-    alpha_batch,
-    alpha_head,
-    beta_batch,
-    beta_head,
+    strides,
     heads,
     group,
     tokens,
@@ -89,31 +72,32 @@ def causal_dq_kernel(
     WIDE: tl.constexpr,
     TERMS: tl.constexpr,
     SUMS: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DQ, DELTA and FLAGS of one segment of one head; DALPHA[head, segment] if asked for.
 
     The sums over the chunk's own keys are two dots with b: (mask ∘ dO vᵀ) b and mask b.
     """
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        k_row = q_row
-        v_row = q_row
-        dout_row = q_row
-        dq_row = q_row
+    (
+        q_strides, k_strides, v_strides, dout_strides, dq_strides, mask_batch, alpha_strides,
+        beta_strides,
+    ) = strides  # fmt: skip
+    q_row = q_strides[2]
+    k_row, v_row = row_of(k_strides, q_row), row_of(v_strides, q_row)
+    dout_row, dq_row = row_of(dout_strides, q_row), row_of(dq_strides, q_row)
     segment, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
-    Q += b * q_batch + h * q_head
-    K += b * k_batch + h // group * k_head
-    V += b * v_batch + h // group * v_head
-    DOUT += b * dout_batch + h * dout_head
-    DQ += b * dq_batch + h * dq_head
+    Q += of_head(q_strides, b, h)
+    K += of_head(k_strides, b, h // group)
+    V += of_head(v_strides, b, h // group)
+    DOUT += of_head(dout_strides, b, h)
+    DQ += of_head(dq_strides, b, h)
     LSE += head * tokens * (2 if PRECISE else 1)
     DELTA += head * tokens
     if HAS_MASK:
         MASK += b * mask_batch
-    alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32)
-    beta = tl.load(BETA + b * beta_batch + h // group * beta_head).to(tl.float32) * LOG2E
+    alpha = tl.load(ALPHA + of_head(alpha_strides, b, h)).to(tl.float32)
+    beta = tl.load(BETA + of_head(beta_strides, b, h // group)).to(tl.float32) * LOG2E
     rows, features, values = tl.arange(0, ROWS), tl.arange(0, BD), tl.arange(0, BE)
     dtype: tl.constexpr = Q.dtype.element_ty
     masked: tl.constexpr = HAS_MASK or not FULL

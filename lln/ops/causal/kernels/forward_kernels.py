@@ -31,6 +31,8 @@ from lln.ops.common.kernels.features import (
     identity,
     jit,
     load_tile,
+    of_head,
+    row_of,
     store_tile,
 )
 from lln.ops.linear.kernels.read_kernels import store_lse
@@ -126,23 +128,7 @@ def causal_kernel(
     BEFORE,
     LOG_MASS,
     MEAN,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    out_batch,
-    out_head,
-    out_row,
-    mask_batch,
-    alpha_batch,
-    alpha_head,
-    beta_batch,
-    beta_head,
+    strides,
     heads,
     group,
     tokens,
@@ -158,7 +144,6 @@ def causal_kernel(
     WIDE: tl.constexpr,
     TERMS: tl.constexpr,
     SUMS: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """OUT and LSE of one segment of ``span`` tokens of one head.
@@ -166,21 +151,21 @@ def causal_kernel(
     WIDE is the dtype of the factors a and b: it must have the exponents of float32. SUMS: what is
     carried are sums instead of means, for dtypes with these exponents: fewer instructions.
     """
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        k_row = q_row
-        v_row = q_row
-        out_row = q_row
+    q_strides, k_strides, v_strides, out_strides, mask_batch, alpha_strides, beta_strides = strides
+    q_row = q_strides[2]
+    k_row, v_row = row_of(k_strides, q_row), row_of(v_strides, q_row)
+    out_row = row_of(out_strides, q_row)
     segment, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
-    Q += b * q_batch + h * q_head
-    K += b * k_batch + h // group * k_head
-    V += b * v_batch + h // group * v_head
-    OUT += b * out_batch + h * out_head
+    Q += of_head(q_strides, b, h)
+    K += of_head(k_strides, b, h // group)
+    V += of_head(v_strides, b, h // group)
+    OUT += of_head(out_strides, b, h)
     LSE += head * tokens * (2 if PRECISE else 1)
     if HAS_MASK:
         MASK += b * mask_batch
-    alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32) * LOG2E
-    beta = tl.load(BETA + b * beta_batch + h // group * beta_head).to(tl.float32) * LOG2E
+    alpha = tl.load(ALPHA + of_head(alpha_strides, b, h)).to(tl.float32) * LOG2E
+    beta = tl.load(BETA + of_head(beta_strides, b, h // group)).to(tl.float32) * LOG2E
     rows, features, values = tl.arange(0, ROWS), tl.arange(0, BD), tl.arange(0, BE)
     dtype: tl.constexpr = Q.dtype.element_ty
     masked: tl.constexpr = HAS_MASK or not FULL

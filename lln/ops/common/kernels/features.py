@@ -112,6 +112,22 @@ def as_float_transposed(tile, eye):
     return tl.dot(eye, tl.trans(tile)) if through else tl.trans(tile).to(tl.float32)
 
 
+@jit
+def of_head(strides, b, h):
+    """How far head h of sample b is from the first one."""
+    return b * strides[0] + h * strides[1]
+
+
+@jit
+def row_of(strides, first):
+    """How far two rows are apart: as far as those of the ``first`` tensor if nothing is said.
+
+    Then one set of addresses inside a tile serves both, which saves registers; see
+    :func:`lln.ops.common.kernels.launching.row_strides`.
+    """
+    return first if strides[2] is None else strides[2]
+
+
 @known
 def divides(block, width):
     """Whether blocks of so many columns fill the width, so that none of them lies outside."""

@@ -28,6 +28,8 @@ from lln.ops.common.kernels.features import (
     load_tile,
     locate,
     normalized,
+    of_head,
+    row_of,
     store_tile,
 )
 
@@ -122,16 +124,7 @@ def read_kernel(
     NORM,
     PLAN,
     CU,
-    q_batch,
-    q_head,
-    q_row,
-    out_batch,
-    out_head,
-    out_row,
-    lse_batch,
-    lse_head,
-    alpha_batch,
-    alpha_head,
+    strides,
     heads,
     group,
     queries,
@@ -146,7 +139,6 @@ def read_kernel(
     NATURAL: tl.constexpr,
     PRECISE: tl.constexpr,
     SAVE: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """OUT of ``span`` queries of one head.
@@ -155,18 +147,19 @@ def read_kernel(
     program merges for itself; then the first program of each key head stores the merged state.
     SAVE asks for LSE, which the backward pass needs.
     """
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        out_row = q_row
+    q_strides, out_strides, lse_strides, alpha_strides = strides
+    q_row = q_strides[2]
+    out_row = row_of(out_strides, q_row)
     total = queries
     b, h, part, first, queries, _ = locate(PLAN, CU, heads, queries)
     kv_head = (b * heads + h) // group
-    Q += b * q_batch + h * q_head + first * q_row
-    OUT += b * out_batch + h * out_head + first * out_row
-    scale = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32) * LOG2E
+    Q += of_head(q_strides, b, h) + first * q_row
+    OUT += of_head(out_strides, b, h) + first * out_row
+    scale = tl.load(ALPHA + of_head(alpha_strides, b, h)).to(tl.float32) * LOG2E
     rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
     values = tl.program_id(2) * BE + tl.arange(0, BE)
     if SAVE:
-        LSE += b * lse_batch + h * lse_head + first
+        LSE += of_head(lse_strides, b, h) + first
     log_mass, mean = take_state(
         PARTS, LOG_MASS, MEAN, NORM, kv_head, count, part == 0 and h % group == 0,
         features, values, D, E, NATURAL, SAVE,
@@ -201,19 +194,7 @@ def read_backward_kernel(
     DALPHA,
     PLAN,
     CU,
-    q_batch,
-    q_head,
-    q_row,
-    dout_batch,
-    dout_head,
-    dout_row,
-    dq_batch,
-    dq_head,
-    dq_row,
-    lse_batch,
-    lse_head,
-    alpha_batch,
-    alpha_head,
+    strides,
     heads,
     group,
     queries,
@@ -227,7 +208,6 @@ def read_backward_kernel(
     FULL: tl.constexpr,
     NATURAL: tl.constexpr,
     PRECISE: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DQ of ``span`` queries and their part of (dM, g); DALPHA[head, part] if asked for.
@@ -235,18 +215,18 @@ def read_backward_kernel(
     Without DQ only the parts: LLN+Diag writes dq elsewhere. All is weighed by ``share``, or by MIX
     per head.
     """
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        dout_row = q_row
-        dq_row = q_row
+    q_strides, dout_strides, dq_strides, lse_strides, alpha_strides = strides
+    q_row = q_strides[2]
+    dout_row, dq_row = row_of(dout_strides, q_row), row_of(dq_strides, q_row)
     tokens = queries
     b, h, part, first, queries, index = locate(PLAN, CU, heads, queries)
     kv_head = (b * heads + h) // group
-    Q += b * q_batch + h * q_head + first * q_row
-    DOUT += b * dout_batch + h * dout_head + first * dout_row
+    Q += of_head(q_strides, b, h) + first * q_row
+    DOUT += of_head(dout_strides, b, h) + first * dout_row
     if DQ is not None:
-        DQ += b * dq_batch + h * dq_head + first * dq_row
-    LSE += b * lse_batch + h * lse_head + first
-    alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32)
+        DQ += of_head(dq_strides, b, h) + first * dq_row
+    LSE += of_head(lse_strides, b, h) + first
+    alpha = tl.load(ALPHA + of_head(alpha_strides, b, h)).to(tl.float32)
     if MIX is not None:
         share = tl.load(MIX + h).to(tl.float32)
     rows, features = tl.arange(0, ROWS), tl.arange(0, BD)

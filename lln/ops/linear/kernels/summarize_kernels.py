@@ -28,6 +28,8 @@ from lln.ops.common.kernels.features import (
     load_tile,
     locate,
     normalized,
+    of_head,
+    row_of,
     store_tile,
 )
 
@@ -41,15 +43,7 @@ def summarize_kernel(
     PARTS,
     PLAN,
     CU,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    beta_batch,
-    beta_head,
-    mask_batch,
+    strides,
     heads,
     keys,
     span,
@@ -60,18 +54,18 @@ def summarize_kernel(
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """PARTS[head, part] = (sum, peak, mass) of keys part·span … (part + 1)·span."""
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        v_row = k_row
+    k_strides, v_strides, beta_strides, mask_batch = strides
+    k_row = k_strides[2]
+    v_row = row_of(v_strides, k_row)
     b, h, part, first, keys, index = locate(PLAN, CU, heads, keys)
-    K += b * k_batch + h * k_head + first * k_row
-    V += b * v_batch + h * v_head + first * v_row
+    K += of_head(k_strides, b, h) + first * k_row
+    V += of_head(v_strides, b, h) + first * v_row
     if HAS_MASK:
         MASK += b * mask_batch + first
-    scale = tl.load(BETA + b * beta_batch + h * beta_head).to(tl.float32) * LOG2E
+    scale = tl.load(BETA + of_head(beta_strides, b, h)).to(tl.float32) * LOG2E
     rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
     values = tl.program_id(2) * BE + tl.arange(0, BE)
 
@@ -235,21 +229,7 @@ def summarize_backward_kernel(
     DBETA,
     PLAN,
     CU,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    dk_batch,
-    dk_head,
-    dk_row,
-    dv_batch,
-    dv_head,
-    dv_row,
-    beta_batch,
-    beta_head,
-    mask_batch,
+    strides,
     heads,
     keys,
     span,
@@ -261,7 +241,6 @@ def summarize_backward_kernel(
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DK, DV of ``span`` keys; DBETA[head, part] if asked for. B is scaled by its largest entry.
@@ -269,19 +248,19 @@ def summarize_backward_kernel(
     exp(β k − peak) ≤ 1 keeps its bits in float16 whatever the number of keys; the factor
     exp(peak − L) = 1 / mass goes into dM and g, where it is applied once per program.
     """
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        v_row = k_row
-        dk_row = k_row
-        dv_row = k_row
+    k_strides, v_strides, dk_strides, dv_strides, beta_strides, mask_batch = strides
+    k_row = k_strides[2]
+    v_row, dk_row = row_of(v_strides, k_row), row_of(dk_strides, k_row)
+    dv_row = row_of(dv_strides, k_row)
     b, h, part, first, keys, index = locate(PLAN, CU, heads, keys)
     head = b * heads + h
-    K += b * k_batch + h * k_head + first * k_row
-    V += b * v_batch + h * v_head + first * v_row
-    DK += b * dk_batch + h * dk_head + first * dk_row
-    DV += b * dv_batch + h * dv_head + first * dv_row
+    K += of_head(k_strides, b, h) + first * k_row
+    V += of_head(v_strides, b, h) + first * v_row
+    DK += of_head(dk_strides, b, h) + first * dk_row
+    DV += of_head(dv_strides, b, h) + first * dv_row
     if HAS_MASK:
         MASK += b * mask_batch + first
-    beta = tl.load(BETA + b * beta_batch + h * beta_head).to(tl.float32)
+    beta = tl.load(BETA + of_head(beta_strides, b, h)).to(tl.float32)
     rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
     inside = features < D
     dtype: tl.constexpr = V.dtype.element_ty

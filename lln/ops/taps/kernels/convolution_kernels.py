@@ -15,7 +15,16 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from lln.ops.common.kernels.features import divides, dot, dot_add, jit, load_tile, store_tile
+from lln.ops.common.kernels.features import (
+    divides,
+    dot,
+    dot_add,
+    jit,
+    load_tile,
+    of_head,
+    row_of,
+    store_tile,
+)
 
 
 @jit
@@ -54,17 +63,7 @@ def convolve_kernel(
     ONTO,
     MASK,
     OUT,
-    v_batch,
-    v_head,
-    v_row,
-    onto_batch,
-    onto_head,
-    onto_row,
-    out_batch,
-    out_head,
-    out_row,
-    w_head,
-    mask_batch,
+    strides,
     heads,
     group,
     tokens,
@@ -77,13 +76,16 @@ def convolve_kernel(
     HALO: tl.constexpr,
 ):
     """OUT of ``span`` tokens of one of ``heads``; ``group`` of them share a head of V and W."""
+    v_strides, onto_strides, out_strides, w_head, mask_batch = strides
+    v_row = v_strides[2]
+    onto_row, out_row = row_of(onto_strides, v_row), row_of(out_strides, v_row)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
-    V += b * v_batch + h // group * v_head
+    V += of_head(v_strides, b, h // group)
     W += h // group * w_head
-    OUT += b * out_batch + h * out_head
+    OUT += of_head(out_strides, b, h)
     if ONTO is not None:
-        ONTO += b * onto_batch + h * onto_head
+        ONTO += of_head(onto_strides, b, h)
     if MASK is not None:
         MASK += b * mask_batch
     rows, halo, values = tl.arange(0, ROWS), tl.arange(0, HALO), tl.arange(0, BE)
@@ -109,17 +111,7 @@ def convolve_backward_kernel(
     MASK,
     DV,
     PARTS,
-    dout_batch,
-    dout_head,
-    dout_row,
-    v_batch,
-    v_head,
-    v_row,
-    dv_batch,
-    dv_head,
-    dv_row,
-    w_head,
-    mask_batch,
+    strides,
     heads,
     tokens,
     span,
@@ -138,15 +130,18 @@ def convolve_backward_kernel(
     heads of DOUT share one of V. What is None is not computed. ADD: to what DV holds, rounded
     before and after as two tensors are that torch adds.
     """
+    dout_strides, v_strides, dv_strides, w_head, mask_batch = strides
+    dout_row = dout_strides[2]
+    v_row, dv_row = row_of(v_strides, dout_row), row_of(dv_strides, dout_row)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
-    DOUT += b * dout_batch + h * GROUP * dout_head
-    V += b * v_batch + h * v_head
+    DOUT += of_head(dout_strides, b, h * GROUP)
+    V += of_head(v_strides, b, h)
     W += h * w_head
     if MASK is not None:
         MASK += b * mask_batch
     if DV is not None:
-        DV += b * dv_batch + h * dv_head
+        DV += of_head(dv_strides, b, h)
     rows, halo, values = tl.arange(0, ROWS), tl.arange(0, HALO), tl.arange(0, BE)
     dtype: tl.constexpr = DOUT.dtype.element_ty
     own = band_tile(W, rows, rows, 0, TAPS, True).to(dtype)
@@ -160,7 +155,7 @@ def convolve_backward_kernel(
         if PARTS is not None:
             v = load_around(V, v_row, MASK, start, end, rows, values, E)
         for member in tl.static_range(GROUP):
-            dout = DOUT + member * dout_head
+            dout = DOUT + member * dout_strides[1]
             near = load_around(dout, dout_row, None, first, tokens, rows, values, E)
             far = load_around(dout, dout_row, None, first + ROWS, tokens, halo, values, E)
             if DV is not None:

@@ -20,6 +20,8 @@ from lln.ops.common.kernels.features import (
     identity,
     jit,
     load_tile,
+    of_head,
+    row_of,
     store_tile,
 )
 from lln.ops.linear.kernels.read_kernels import load_log_mass, load_mean, minus_lse
@@ -133,33 +135,7 @@ def diag_backward_kernel(
     DALPHA,
     DBETA,
     DMIX,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    dout_batch,
-    dout_head,
-    dout_row,
-    dq_batch,
-    dq_head,
-    dq_row,
-    dk_batch,
-    dk_head,
-    dk_row,
-    dv_batch,
-    dv_head,
-    dv_row,
-    mask_batch,
-    alpha_batch,
-    alpha_head,
-    beta_batch,
-    beta_head,
-    lse_head,
+    strides,
     heads,
     tokens,
     span,
@@ -181,7 +157,6 @@ def diag_backward_kernel(
     PRECISE: tl.constexpr,
     AVERAGE: tl.constexpr,
     ADD: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DQ, DK, DV of ``span`` tokens of one key head and the GROUP query heads that share it.
@@ -191,22 +166,23 @@ def diag_backward_kernel(
     the gradients of the state, already weighted by MIX. The slopes DALPHA[query head, tile],
     DBETA[key head, tile] and DMIX[query head, tile] are stored if asked for.
     """
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        k_row = q_row
-        v_row = q_row
-        dout_row = q_row
-        dq_row = q_row
-        dk_row = q_row
-        dv_row = q_row
+    (
+        q_strides, k_strides, v_strides, dout_strides, dq_strides, dk_strides, dv_strides,
+        mask_batch, alpha_strides, beta_strides, lse_head,
+    ) = strides  # fmt: skip
+    q_row = q_strides[2]
+    k_row, v_row = row_of(k_strides, q_row), row_of(v_strides, q_row)
+    dout_row, dq_row = row_of(dout_strides, q_row), row_of(dq_strides, q_row)
+    dk_row, dv_row = row_of(dk_strides, q_row), row_of(dv_strides, q_row)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
-    K += b * k_batch + h * k_head
-    V += b * v_batch + h * v_head
-    DK += b * dk_batch + h * dk_head
-    DV += b * dv_batch + h * dv_head
-    Q += b * q_batch + h * GROUP * q_head
-    DQ += b * dq_batch + h * GROUP * dq_head
-    DOUT += b * dout_batch + h * GROUP * dout_head
+    K += of_head(k_strides, b, h)
+    V += of_head(v_strides, b, h)
+    DK += of_head(dk_strides, b, h)
+    DV += of_head(dv_strides, b, h)
+    Q += of_head(q_strides, b, h * GROUP)
+    DQ += of_head(dq_strides, b, h * GROUP)
+    DOUT += of_head(dout_strides, b, h * GROUP)
     LSE += head * GROUP * lse_head
     rows, features, values = tl.arange(0, ROWS), tl.arange(0, BD), tl.arange(0, BE)
     dtype: tl.constexpr = K.dtype.element_ty
@@ -217,7 +193,7 @@ def diag_backward_kernel(
     eye = identity(BD, dtype, THROUGH)
     log_mass, mean = 0.0, 0.0
     if LINEAR:
-        beta = tl.load(BETA + b * beta_batch + h * beta_head).to(tl.float32)
+        beta = tl.load(BETA + of_head(beta_strides, b, h)).to(tl.float32)
         log_mass = load_log_mass(LOG_MASS, head, features, D, False)
         mean = load_mean(MEAN, head, features, values, D, E).to(dtype)
         peak = tl.load(NORM + head * 2 * D + features, mask=inside, other=0.0)
@@ -227,7 +203,7 @@ def diag_backward_kernel(
         g *= shrink
         weight = (dmean * shrink[:, None]).to(dtype)
 
-    alpha, share = load_scales(ALPHA, MIX, b, h * GROUP, alpha_batch, alpha_head, LINEAR)
+    alpha, share = load_scales(ALPHA, MIX, b, h * GROUP, alpha_strides, LINEAR)
     last = tl.minimum((part + 1) * span, tokens)
     for start in range(part * span, last, STEP):
         end = tl.minimum(start + STEP, last)
@@ -247,19 +223,17 @@ def diag_backward_kernel(
         for member in tl.static_range(GROUP):
             query_head = head * GROUP + member
             if GROUP > 1:
-                alpha, share = load_scales(
-                    ALPHA, MIX, b, h * GROUP + member, alpha_batch, alpha_head, LINEAR
-                )
+                alpha, share = load_scales(ALPHA, MIX, b, h * GROUP + member, alpha_strides, LINEAR)
             slope_alpha, slope_mix = DALPHA, DMIX
             if DALPHA is not None:
                 slope_alpha += query_head * tiles + start // STEP
             if DMIX is not None:
                 slope_mix += query_head * tiles + start // STEP
             q, dout, r, ds = query_gradients(
-                Q + member * q_head, DOUT + member * dout_head, DQ + member * dq_head,
-                LSE + member * lse_head, q_row, dout_row, dq_row, k, v, seen,
-                log_mass, mean, eye, alpha, share, 1.0 - share, scale, start, end, tokens,
-                rows, features, values, slope_alpha, slope_mix,
+                Q + member * q_strides[1], DOUT + member * dout_strides[1],
+                DQ + member * dq_strides[1], LSE + member * lse_head, q_row, dout_row, dq_row,
+                k, v, seen, log_mass, mean, eye, alpha, share, 1.0 - share, scale, start, end,
+                tokens, rows, features, values, slope_alpha, slope_mix,
                 D, E, FULL, masked, LINEAR, AVERAGE, PRECISE, ADD,
             )  # fmt: skip
             dv = dot_add(tl.trans(r), dout, dv)

@@ -21,6 +21,8 @@ from lln.ops.common.kernels.features import (
     identity,
     jit,
     load_tile,
+    of_head,
+    row_of,
     store_tile,
 )
 from lln.ops.linear.kernels.read_kernels import store_lse, take_state
@@ -59,11 +61,11 @@ def softmax_rows(s):
 
 
 @jit
-def load_scales(ALPHA, MIX, b, h, alpha_batch, alpha_head, LINEAR: tl.constexpr):
+def load_scales(ALPHA, MIX, b, h, alpha_strides, LINEAR: tl.constexpr):
     """(alpha, weight of the linear branch): one half, or a number per head; 0 if not LINEAR."""
     alpha, share = 0.0, 0.0
     if LINEAR:
-        alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32)
+        alpha = tl.load(ALPHA + of_head(alpha_strides, b, h)).to(tl.float32)
         share = 0.5
         if MIX is not None:
             share = tl.load(MIX + h).to(tl.float32)
@@ -84,21 +86,7 @@ def diag_kernel(
     LOG_MASS,
     MEAN,
     NORM,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    out_batch,
-    out_head,
-    out_row,
-    mask_batch,
-    alpha_batch,
-    alpha_head,
+    strides,
     heads,
     group,
     tokens,
@@ -119,7 +107,6 @@ def diag_kernel(
     PRECISE: tl.constexpr,
     SAVE: tl.constexpr,
     ADD: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """OUT of ``span`` tokens of one head: both branches, or (not LINEAR) the block-diagonal one.
@@ -129,16 +116,16 @@ def diag_kernel(
     The state of the linear branch comes as in :func:`read_kernel`. SAVE keeps the logsumexp of each
     branch: LSE[head] = linear rows, then block-diagonal rows, the latter not for float32.
     """
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        k_row = q_row
-        v_row = q_row
-        out_row = q_row
+    q_strides, k_strides, v_strides, out_strides, mask_batch, alpha_strides = strides
+    q_row = q_strides[2]
+    k_row, v_row = row_of(k_strides, q_row), row_of(v_strides, q_row)
+    out_row = row_of(out_strides, q_row)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
-    Q += b * q_batch + h * q_head
-    K += b * k_batch + h // group * k_head
-    V += b * v_batch + h // group * v_head
-    OUT += b * out_batch + h * out_head
+    Q += of_head(q_strides, b, h)
+    K += of_head(k_strides, b, h // group)
+    V += of_head(v_strides, b, h // group)
+    OUT += of_head(out_strides, b, h)
     rows, features, values = tl.arange(0, ROWS), tl.arange(0, BD), tl.arange(0, BE)
     dtype: tl.constexpr = Q.dtype.element_ty
     kept: tl.constexpr = 2 if PRECISE else 1
@@ -148,7 +135,7 @@ def diag_kernel(
     if SAVE:
         LSE += head * tokens * ((kept if LINEAR else 0) + (0 if PRECISE else 1))
     if LINEAR:
-        alpha, share = load_scales(ALPHA, MIX, b, h, alpha_batch, alpha_head, LINEAR)
+        alpha, share = load_scales(ALPHA, MIX, b, h, alpha_strides, LINEAR)
         alpha *= LOG2E
         local = 1.0 - share
         log_mass, mean = take_state(

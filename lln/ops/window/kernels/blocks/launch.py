@@ -10,7 +10,6 @@ from torch import Tensor
 from lln.ops.common.kernels.launching import (
     Launch,
     Layout,
-    alike,
     layout,
     planned,
     row_strides,
@@ -72,12 +71,12 @@ def _diag_plan(
     every = q_strides, k_strides, v_strides, given or out[1]
     return out, Launch(
         diag_kernel, (pieces, b * heads),
-        (*row_strides(*every), mask or 0, *alpha,
+        ((*row_strides(*every), mask or 0, alpha),
          heads, heads // kv_heads, tokens, span, count, scale),
         D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, STEP=t.rows, BLOCK=block,
         FULL=rows == t.rows and tokens % rows == 0, HAS_MASK=mask is not None,
         CAUSAL=is_causal, LINEAR=linear, PRECISE=dtype == torch.float32, SAVE=save,
-        ADD=given is not None, ALIKE=alike(*every), **t.options,
+        ADD=given is not None, **t.options,
     )  # fmt: skip
 
 
@@ -135,13 +134,12 @@ def _diag_backward_plan(
     every = q[1], k[1], v[1], dout, *(given or (x[1] for x in found))
     launch = Launch(
         diag_backward_kernel, (pieces, b * kv_heads),
-        (*row_strides(*every), mask or 0, *alpha, *beta,
-         lse, kv_heads, tokens, span, count, tiles, scale),
+        ((*row_strides(*every), mask or 0, alpha, beta, lse),
+         kv_heads, tokens, span, count, tiles, scale),
         D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, STEP=t.rows, BLOCK=block,
         GROUP=heads // kv_heads, FULL=rows == t.rows and tokens % rows == 0,
         HAS_MASK=mask is not None, CAUSAL=is_causal, LINEAR=linear, PRECISE=dtype == torch.float32,
-        AVERAGE=given is not None or average, ADD=given is not None,
-        ALIKE=alike(*every), **t.options,
+        AVERAGE=given is not None or average, ADD=given is not None, **t.options,
     )  # fmt: skip
     sums = (b, heads, tiles), (b, kv_heads, tiles), (b, heads, tiles)
     return *found, sums, launch

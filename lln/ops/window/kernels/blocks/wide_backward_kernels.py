@@ -30,6 +30,8 @@ from lln.ops.common.kernels.features import (
     identity,
     jit,
     load_tile,
+    of_head,
+    row_of,
     store_tile,
 )
 from lln.ops.linear.kernels.read_kernels import load_log_mass, load_mean, minus_lse
@@ -75,34 +77,65 @@ def in_two(x, dtype: tl.constexpr):
 
 @jit
 def wide_dq_kernel(
-    Q, K, V, OUT, DOUT, LSE, MASK, ALPHA, MIX, LOG_MASS, MEAN, DQ, DELTA, PARTS, DALPHA, DMIX,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head,
-    out_row, dout_batch, dout_head, dout_row, dq_batch, dq_head, dq_row, mask_batch, alpha_batch,
-    alpha_head, heads, group, tokens, block, overlap, per_block, tiles, span, scale,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, UNROLL: tl.constexpr, FULL: tl.constexpr, HAS_MASK: tl.constexpr,
-    ALIKE: tl.constexpr, THROUGH: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    OUT,
+    DOUT,
+    LSE,
+    MASK,
+    ALPHA,
+    MIX,
+    LOG_MASS,
+    MEAN,
+    DQ,
+    DELTA,
+    PARTS,
+    DALPHA,
+    DMIX,
+    strides,
+    heads,
+    group,
+    tokens,
+    block,
+    overlap,
+    per_block,
+    tiles,
+    span,
+    scale,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    FULL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    THROUGH: tl.constexpr,
+):
     """DQ and DELTA = ε of ``span`` tiles of queries of one head, and their part of (dM, g).
 
     Without PARTS the state is left to :func:`read_backward_kernel`. DALPHA[head, part] and
     DMIX[head, part] are stored if asked for.
     """
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        k_row = q_row
-        v_row = q_row
-        out_row = q_row
-        dout_row = q_row
-        dq_row = q_row
+    (
+        q_strides, k_strides, v_strides, out_strides, dout_strides, dq_strides, mask_batch,
+        alpha_strides,
+    ) = strides  # fmt: skip
+    q_row = q_strides[2]
+    k_row, v_row = row_of(k_strides, q_row), row_of(v_strides, q_row)
+    out_row, dout_row = row_of(out_strides, q_row), row_of(dout_strides, q_row)
+    dq_row = row_of(dq_strides, q_row)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
     index = head * tl.num_programs(0) + part
-    Q += b * q_batch + h * q_head
-    K += b * k_batch + h // group * k_head
-    V += b * v_batch + h // group * v_head
-    OUT += b * out_batch + h * out_head
-    DOUT += b * dout_batch + h * dout_head
-    DQ += b * dq_batch + h * dq_head
+    Q += of_head(q_strides, b, h)
+    K += of_head(k_strides, b, h // group)
+    V += of_head(v_strides, b, h // group)
+    OUT += of_head(out_strides, b, h)
+    DOUT += of_head(dout_strides, b, h)
+    DQ += of_head(dq_strides, b, h)
     LSE += head * tokens * 2
     DELTA += head * tokens
     if HAS_MASK:
@@ -110,7 +143,7 @@ def wide_dq_kernel(
     rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
     features, values = tl.arange(0, BD), tl.arange(0, BE)
     dtype: tl.constexpr = Q.dtype.element_ty
-    alpha, share = load_scales(ALPHA, MIX, b, h, alpha_batch, alpha_head, True)
+    alpha, share = load_scales(ALPHA, MIX, b, h, alpha_strides, True)
     local = 1.0 - share
     back = tl.where(local == 0.0, 0.0, 1.0 / tl.where(local == 0.0, 1.0, local))
     mean = load_mean(MEAN, head // group, features, values, D, E).to(dtype)
@@ -220,33 +253,62 @@ def inverse(MASS, features, D: tl.constexpr):
 
 @jit
 def wide_dkdv_kernel(
-    Q, K, V, DOUT, LSE, DELTA, MASK, BETA, MIX, NORM, GRADIENT, DK, DV, DBETA, q_batch, q_head,
-    q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, dout_batch, dout_head, dout_row,
-    dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, mask_batch, beta_batch, beta_head,
-    kv_heads, tokens, block, overlap, tiles, span, scale,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, GROUP: tl.constexpr, UNROLL: tl.constexpr, FULL: tl.constexpr,
-    WHOLE: tl.constexpr, HAS_MASK: tl.constexpr, ALIKE: tl.constexpr, THROUGH: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    DOUT,
+    LSE,
+    DELTA,
+    MASK,
+    BETA,
+    MIX,
+    NORM,
+    GRADIENT,
+    DK,
+    DV,
+    DBETA,
+    strides,
+    kv_heads,
+    tokens,
+    block,
+    overlap,
+    tiles,
+    span,
+    scale,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNROLL: tl.constexpr,
+    FULL: tl.constexpr,
+    WHOLE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    THROUGH: tl.constexpr,
+):
     """DK and DV of ``span`` tiles of keys of one head, from the GROUP query heads that share it.
 
     GRADIENT is that of the state, (dM, g), weighted. DBETA[key head, part] is stored if asked for.
     UNROLL: every key is seen by this many tiles of queries, 0 if not all are, or by many.
     """
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        k_row = q_row
-        v_row = q_row
-        dout_row = q_row
-        dk_row = q_row
-        dv_row = q_row
+    (
+        q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, mask_batch,
+        beta_strides,
+    ) = strides  # fmt: skip
+    q_row = q_strides[2]
+    k_row, v_row = row_of(k_strides, q_row), row_of(v_strides, q_row)
+    dout_row, dk_row = row_of(dout_strides, q_row), row_of(dk_strides, q_row)
+    dv_row = row_of(dv_strides, q_row)
     part, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, g = kv_head // kv_heads, kv_head % kv_heads
-    Q += b * q_batch + g * GROUP * q_head
-    DOUT += b * dout_batch + g * GROUP * dout_head
-    K += b * k_batch + g * k_head
-    V += b * v_batch + g * v_head
-    DK += b * dk_batch + g * dk_head
-    DV += b * dv_batch + g * dv_head
+    Q += of_head(q_strides, b, g * GROUP)
+    DOUT += of_head(dout_strides, b, g * GROUP)
+    K += of_head(k_strides, b, g)
+    V += of_head(v_strides, b, g)
+    DK += of_head(dk_strides, b, g)
+    DV += of_head(dv_strides, b, g)
     LSE += kv_head * GROUP * tokens * 2 + tokens
     DELTA += kv_head * GROUP * tokens
     if HAS_MASK:
@@ -255,7 +317,7 @@ def wide_dkdv_kernel(
     features, values = tl.arange(0, BD), tl.arange(0, BE)
     dtype: tl.constexpr = K.dtype.element_ty
     inside = features < D
-    beta = tl.load(BETA + b * beta_batch + g * beta_head).to(tl.float32)
+    beta = tl.load(BETA + of_head(beta_strides, b, g)).to(tl.float32)
     eye = identity(BD, dtype, THROUGH)
     NORM += kv_head * 2 * D
     GRADIENT += kv_head * (D * E + D)
@@ -295,7 +357,7 @@ def wide_dkdv_kernel(
             if UNROLL > 0:
                 for step in tl.static_range(UNROLL):
                     dk, dv = pull_keys(
-                        k, v, Q + member * q_head, DOUT + member * dout_head,
+                        k, v, Q + member * q_strides[1], DOUT + member * dout_strides[1],
                         LSE + member * tokens * 2, DELTA + member * tokens, q_row, dout_row,
                         begin + step * ROWS, end, col + cols, keep, block, overlap, scale, shift,
                         dk, dv, rows, features, values, D, E, FULL, WHOLE, HAS_MASK,
@@ -303,7 +365,7 @@ def wide_dkdv_kernel(
             else:
                 for start in range(begin, end, ROWS):
                     dk, dv = pull_keys(
-                        k, v, Q + member * q_head, DOUT + member * dout_head,
+                        k, v, Q + member * q_strides[1], DOUT + member * dout_strides[1],
                         LSE + member * tokens * 2, DELTA + member * tokens, q_row, dout_row,
                         start, end, col + cols, keep, block, overlap, scale, shift,
                         dk, dv, rows, features, values, D, E, FULL, WHOLE, HAS_MASK,

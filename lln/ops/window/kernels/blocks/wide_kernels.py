@@ -22,6 +22,8 @@ from lln.ops.common.kernels.features import (
     identity,
     jit,
     load_tile,
+    of_head,
+    row_of,
     store_tile,
 )
 from lln.ops.linear.kernels.read_kernels import store_lse, take_state
@@ -71,29 +73,57 @@ def attend_keys(
 
 @jit
 def wide_kernel(
-    Q, K, V, OUT, LSE, MASK, ALPHA, MIX, PARTS, LOG_MASS, MEAN, NORM, q_batch, q_head, q_row,
-    k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row, mask_batch,
-    alpha_batch, alpha_head, heads, group, tokens, block, overlap, per_block, tiles, span, count,
+    Q,
+    K,
+    V,
+    OUT,
+    LSE,
+    MASK,
+    ALPHA,
+    MIX,
+    PARTS,
+    LOG_MASS,
+    MEAN,
+    NORM,
+    strides,
+    heads,
+    group,
+    tokens,
+    block,
+    overlap,
+    per_block,
+    tiles,
+    span,
+    count,
     slope,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, UNROLL: tl.constexpr, FULL: tl.constexpr, HAS_MASK: tl.constexpr,
-    FLIP: tl.constexpr, SAVE: tl.constexpr, ALIKE: tl.constexpr, THROUGH: tl.constexpr,
-):  # fmt: skip
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    FULL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    FLIP: tl.constexpr,
+    SAVE: tl.constexpr,
+    THROUGH: tl.constexpr,
+):
     """OUT of ``span`` tiles of queries of one head; with SAVE also LSE[head] = linear, near rows.
 
     UNROLL: every window is this many tiles of keys, 0 if not all are or there are many. FLIP:
     scores are multiplied by −slope.
     """
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        k_row = q_row
-        v_row = q_row
-        out_row = q_row
+    q_strides, k_strides, v_strides, out_strides, mask_batch, alpha_strides = strides
+    q_row = q_strides[2]
+    k_row, v_row = row_of(k_strides, q_row), row_of(v_strides, q_row)
+    out_row = row_of(out_strides, q_row)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
-    Q += b * q_batch + h * q_head
-    K += b * k_batch + h // group * k_head
-    V += b * v_batch + h // group * v_head
-    OUT += b * out_batch + h * out_head
+    Q += of_head(q_strides, b, h)
+    K += of_head(k_strides, b, h // group)
+    V += of_head(v_strides, b, h // group)
+    OUT += of_head(out_strides, b, h)
     rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
     features, values = tl.arange(0, BD), tl.arange(0, BE)
     dtype: tl.constexpr = Q.dtype.element_ty
@@ -101,7 +131,7 @@ def wide_kernel(
         MASK += b * mask_batch
     if SAVE:
         LSE += head * tokens * 2
-    alpha, share = load_scales(ALPHA, MIX, b, h, alpha_batch, alpha_head, True)
+    alpha, share = load_scales(ALPHA, MIX, b, h, alpha_strides, True)
     alpha *= LOG2E
     log_mass, mean = take_state(
         PARTS, LOG_MASS, MEAN, NORM, head // group, count, part == 0 and head % group == 0,

@@ -34,6 +34,8 @@ from lln.ops.common.kernels.features import (
     identity,
     jit,
     load_tile,
+    of_head,
+    row_of,
     store_tile,
 )
 from lln.ops.window.kernels.joint.near_kernels import (
@@ -71,45 +73,10 @@ def joint_dq_kernel(
     LEVEL,
     DALPHA,
     DGAMMA,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    far_batch,
-    far_head,
-    far_row,
-    out_batch,
-    out_head,
-    out_row,
-    dout_batch,
-    dout_head,
-    dout_row,
-    dq_batch,
-    dq_head,
-    dq_row,
-    dfar_batch,
-    dfar_head,
-    dfar_row,
-    mask_batch,
-    alpha_batch,
-    alpha_head,
-    gamma_batch,
-    gamma_head,
+    strides,
+    window,
     heads,
     group,
-    tokens,
-    block,
-    overlap,
-    rows_per_block,
-    scale,
-    step,
-    origin,
-    count,
     D: tl.constexpr,
     E: tl.constexpr,
     S: tl.constexpr,
@@ -125,7 +92,6 @@ def joint_dq_kernel(
     NEAR: tl.constexpr,
     FAR: tl.constexpr,
     FULL: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DQ, DELTA and the parts of the sinks of ROWS queries.
@@ -133,14 +99,16 @@ def joint_dq_kernel(
     With far keys a program has a block of queries of all heads that share a key head, and writes
     the state that they give to these keys: LOG, DMEAN and LEVEL.
     """
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        k_row = q_row
-        v_row = q_row
-        far_row = q_row
-        out_row = q_row
-        dout_row = q_row
-        dq_row = q_row
-        dfar_row = q_row
+    (
+        q_strides, k_strides, v_strides, far_strides, out_strides, dout_strides, dq_strides,
+        dfar_strides, mask_batch, alpha_strides, gamma_strides,
+    ) = strides  # fmt: skip
+    tokens, block, overlap, scale, step, origin, rows_per_block, count = window
+    q_row = q_strides[2]
+    k_row, v_row = row_of(k_strides, q_row), row_of(v_strides, q_row)
+    far_row, out_row = row_of(far_strides, q_row), row_of(out_strides, q_row)
+    dout_row, dq_row = row_of(dout_strides, q_row), row_of(dq_strides, q_row)
+    dfar_row = row_of(dfar_strides, q_row)
     number = tl.program_id(0)
     members, tiles = 1, 1
     if FAR:
@@ -149,8 +117,8 @@ def joint_dq_kernel(
     first_head = tl.program_id(1).to(tl.int64) * members
     kv_head, kv_heads = first_head // group, heads // group
     b = kv_head // kv_heads
-    K += b * k_batch + kv_head % kv_heads * k_head
-    V += b * v_batch + kv_head % kv_heads * v_head
+    K += of_head(k_strides, b, kv_head % kv_heads)
+    V += of_head(v_strides, b, kv_head % kv_heads)
     if HAS_MASK:
         MASK += b * mask_batch
     if SINKS > 0:
@@ -170,13 +138,13 @@ def joint_dq_kernel(
         start, stop, first, last = window_of(
             tile, block, overlap, rows_per_block, tokens, ROWS, CAUSAL
         )
-        q = load_tile(Q + b * q_batch + h * q_head, q_row, start, stop, rows, features, D, FULL)
+        q = load_tile(Q + of_head(q_strides, b, h), q_row, start, stop, rows, features, D, FULL)
         dout = load_tile(
-            DOUT + b * dout_batch + h * dout_head,
+            DOUT + of_head(dout_strides, b, h),
             dout_row, start, stop, rows, values, E, FULL,
         )  # fmt: skip
         out = load_tile(
-            OUT + b * out_batch + h * out_head, out_row, start, stop, rows, values, E, FULL
+            OUT + of_head(out_strides, b, h), out_row, start, stop, rows, values, E, FULL
         )
         inside = rows < stop - start
         at = head * tokens + start + rows
@@ -192,8 +160,8 @@ def joint_dq_kernel(
         dq = tl.zeros([ROWS, BD], tl.float32)
         wrong = tl.zeros([ROWS], tl.float32)
         if FAR:
-            alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32)
-            gamma = tl.load(GAMMA + b * gamma_batch + h * gamma_head).to(tl.float32)
+            alpha = tl.load(ALPHA + of_head(alpha_strides, b, h)).to(tl.float32)
+            gamma = tl.load(GAMMA + of_head(gamma_strides, b, h)).to(tl.float32)
             log_mass, mean, _ = load_pair(
                 LOGS, MEANS, None, kv_head, tl.num_programs(1), count, before - 1, after, slots,
                 values, S, E, not CAUSAL,
@@ -201,7 +169,7 @@ def joint_dq_kernel(
             q_far = q
             if Q_FAR is not None:
                 q_far = load_tile(
-                    Q_FAR + b * far_batch + h * far_head,
+                    Q_FAR + of_head(far_strides, b, h),
                     far_row, start, stop, rows, slots, S, FULL,
                 )  # fmt: skip
             wide = as_float(q_far, eye)
@@ -217,7 +185,7 @@ def joint_dq_kernel(
                 dq = dfar * (alpha / scale)
             else:
                 store_tile(
-                    DQ_FAR + b * dfar_batch + h * dfar_head,
+                    DQ_FAR + of_head(dfar_strides, b, h),
                     dfar_row, start, stop, dfar * alpha, rows, slots, S, FULL,
                 )  # fmt: skip
         if NEAR:
@@ -264,7 +232,7 @@ def joint_dq_kernel(
             tl.store(DALPHA + head * all_tiles + tile, tl.sum(slope_far - wrong * tilt))
             tl.store(DGAMMA + head * all_tiles + tile, tl.sum(shift - wrong * share))
         store_tile(
-            DQ + b * dq_batch + h * dq_head,
+            DQ + of_head(dq_strides, b, h),
             dq_row,
             start,
             stop,
@@ -306,44 +274,12 @@ def joint_dkdv_kernel(
     DK_FAR,
     DV,
     DBETA,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    far_batch,
-    far_head,
-    far_row,
-    dout_batch,
-    dout_head,
-    dout_row,
-    dk_batch,
-    dk_head,
-    dk_row,
-    dfar_batch,
-    dfar_head,
-    dfar_row,
-    dv_batch,
-    dv_head,
-    dv_row,
-    mask_batch,
-    far_mask_batch,
-    beta_batch,
-    beta_head,
-    kv_heads,
-    group,
-    tokens,
-    block,
-    overlap,
-    scale,
-    step,
-    origin,
+    strides,
+    window,
     tiles,
     blocks,
+    kv_heads,
+    group,
     D: tl.constexpr,
     E: tl.constexpr,
     S: tl.constexpr,
@@ -358,18 +294,19 @@ def joint_dkdv_kernel(
     NEAR: tl.constexpr,
     FAR: tl.constexpr,
     FULL: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DK and DV of COLS keys of a segment, one of its ``tiles``; DBETA[head, tile] if asked for."""
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        k_row = q_row
-        v_row = q_row
-        far_row = q_row
-        dout_row = q_row
-        dk_row = q_row
-        dfar_row = q_row
-        dv_row = q_row
+    (
+        q_strides, k_strides, v_strides, far_strides, dout_strides, dk_strides, dfar_strides,
+        dv_strides, mask_batch, far_mask_batch, beta_strides,
+    ) = strides  # fmt: skip
+    tokens, block, overlap, scale, step, origin = window
+    q_row = q_strides[2]
+    k_row, v_row = row_of(k_strides, q_row), row_of(v_strides, q_row)
+    far_row, dout_row = row_of(far_strides, q_row), row_of(dout_strides, q_row)
+    dk_row, dfar_row = row_of(dk_strides, q_row), row_of(dfar_strides, q_row)
+    dv_row = row_of(dv_strides, q_row)
     kv_head = tl.program_id(1).to(tl.int64)
     b, g = kv_head // kv_heads, kv_head % kv_heads
     rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
@@ -384,8 +321,8 @@ def joint_dkdv_kernel(
         return
     j = col + cols
     keep = j < stop
-    k = load_tile(K + b * k_batch + g * k_head, k_row, col, stop, cols, features, D, FULL)
-    v = load_tile(V + b * v_batch + g * v_head, v_row, col, stop, cols, values, E, FULL)
+    k = load_tile(K + of_head(k_strides, b, g), k_row, col, stop, cols, features, D, FULL)
+    v = load_tile(V + of_head(v_strides, b, g), v_row, col, stop, cols, values, E, FULL)
     if HAS_MASK:
         keep = tl.load(MASK + b * mask_batch + j, mask=keep, other=0) != 0
         k = tl.where(keep[:, None], k, 0.0)
@@ -393,7 +330,7 @@ def joint_dkdv_kernel(
     dk = tl.zeros([COLS, BD], tl.float32)
     dv = tl.zeros([COLS, BE], tl.float32)
     if FAR:
-        beta = tl.load(BETA + b * beta_batch + g * beta_head).to(tl.float32)
+        beta = tl.load(BETA + of_head(beta_strides, b, g)).to(tl.float32)
         later = (edge + step + overlap + block - 1) // block
         earlier = tl.where(edge >= overlap + block, (edge - overlap) // block - 1, -1)
         log, mean, level = load_pair(
@@ -403,7 +340,7 @@ def joint_dkdv_kernel(
         k_far = k
         if K_FAR is not None:
             k_far = load_tile(
-                K_FAR + b * far_batch + g * far_head, far_row, col, stop, cols, slots, S, FULL
+                K_FAR + of_head(far_strides, b, g), far_row, col, stop, cols, slots, S, FULL
             )
         kept = keep
         wide = as_float(k_far, identity(BS, k_far.dtype, THROUGH))
@@ -424,7 +361,7 @@ def joint_dkdv_kernel(
             dk = gradient * (beta / scale)
         else:
             store_tile(
-                DK_FAR + b * dfar_batch + g * dfar_head,
+                DK_FAR + of_head(dfar_strides, b, g),
                 dfar_row, col, stop, gradient * beta, cols, slots, S, FULL,
             )  # fmt: skip
     if NEAR:
@@ -439,10 +376,10 @@ def joint_dkdv_kernel(
             head = kv_head * group + member
             for start in range(begin, end, ROWS):
                 q = load_tile(
-                    Q + b * q_batch + h * q_head, q_row, start, end, rows, features, D, FULL
+                    Q + of_head(q_strides, b, h), q_row, start, end, rows, features, D, FULL
                 )
                 dout = load_tile(
-                    DOUT + b * dout_batch + h * dout_head,
+                    DOUT + of_head(dout_strides, b, h),
                     dout_row, start, end, rows, values, E, FULL,
                 )  # fmt: skip
                 i = start + rows
@@ -475,5 +412,5 @@ def joint_dkdv_kernel(
         dk += tl.where(mine, more[None, :], 0.0)
         more = tl.load(DSINK_V + base * E + values, mask=values < E, other=0.0)
         dv += tl.where(mine, more[None, :], 0.0)
-    store_tile(DK + b * dk_batch + g * dk_head, dk_row, col, stop, dk, cols, features, D, FULL)
-    store_tile(DV + b * dv_batch + g * dv_head, dv_row, col, stop, dv, cols, values, E, FULL)
+    store_tile(DK + of_head(dk_strides, b, g), dk_row, col, stop, dk, cols, features, D, FULL)
+    store_tile(DV + of_head(dv_strides, b, g), dv_row, col, stop, dv, cols, values, E, FULL)

@@ -29,6 +29,8 @@ from lln.ops.common.kernels.features import (
     identity,
     jit,
     load_tile,
+    of_head,
+    row_of,
     store_tile,
 )
 from lln.ops.window.kernels.joint.state_kernels import edges, load_pair
@@ -131,36 +133,10 @@ def joint_kernel(
     GAMMA,
     OUT,
     LSE,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    far_batch,
-    far_head,
-    far_row,
-    out_batch,
-    out_head,
-    out_row,
-    mask_batch,
-    alpha_batch,
-    alpha_head,
-    gamma_batch,
-    gamma_head,
+    strides,
+    window,
     heads,
     group,
-    tokens,
-    block,
-    overlap,
-    rows_per_block,
-    scale,
-    step,
-    origin,
-    count,
     D: tl.constexpr,
     E: tl.constexpr,
     S: tl.constexpr,
@@ -176,7 +152,6 @@ def joint_kernel(
     NEAR: tl.constexpr,
     FAR: tl.constexpr,
     FULL: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """OUT and LSE of ROWS queries of one block.
@@ -184,17 +159,20 @@ def joint_kernel(
     LSE is natural and −inf without a key, or with far keys in base 2 and +inf. The features of far
     keys are the queries themselves where Q_FAR is None.
     """
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        k_row = q_row
-        v_row = q_row
-        far_row = q_row
-        out_row = q_row
+    (
+        q_strides, k_strides, v_strides, far_strides, out_strides, mask_batch, alpha_strides,
+        gamma_strides,
+    ) = strides  # fmt: skip
+    tokens, block, overlap, scale, step, origin, rows_per_block, count = window
+    q_row = q_strides[2]
+    k_row, v_row = row_of(k_strides, q_row), row_of(v_strides, q_row)
+    far_row, out_row = row_of(far_strides, q_row), row_of(out_strides, q_row)
     head = tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
-    Q += b * q_batch + h * q_head
-    K += b * k_batch + h // group * k_head
-    V += b * v_batch + h // group * v_head
-    OUT += b * out_batch + h * out_head
+    Q += of_head(q_strides, b, h)
+    K += of_head(k_strides, b, h // group)
+    V += of_head(v_strides, b, h // group)
+    OUT += of_head(out_strides, b, h)
     if HAS_MASK:
         MASK += b * mask_batch
     rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
@@ -209,8 +187,8 @@ def joint_kernel(
     total = tl.zeros([ROWS, BE], tl.float32)
     if FAR:
         slots = tl.arange(0, BS)
-        alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32) * LOG2E
-        gamma = tl.load(GAMMA + b * gamma_batch + h * gamma_head).to(tl.float32) * LOG2E
+        alpha = tl.load(ALPHA + of_head(alpha_strides, b, h)).to(tl.float32) * LOG2E
+        gamma = tl.load(GAMMA + of_head(gamma_strides, b, h)).to(tl.float32) * LOG2E
         before, after = edges(tl.program_id(0) // rows_per_block, block, overlap, step, origin)
         log_mass, mean, _ = load_pair(
             LOGS, MEANS, None, head // group, tl.num_programs(1) // group, count, before - 1, after,
@@ -218,7 +196,7 @@ def joint_kernel(
         )  # fmt: skip
         q_far = q
         if Q_FAR is not None:
-            Q_FAR += b * far_batch + h * far_head
+            Q_FAR += of_head(far_strides, b, h)
             q_far = load_tile(Q_FAR, far_row, start, stop, rows, slots, S, FULL)
         x = (
             as_float(q_far, identity(BS, q_far.dtype, THROUGH)) * alpha

@@ -25,6 +25,8 @@ from lln.ops.common.kernels.features import (
     jit,
     load_tile,
     normalized,
+    of_head,
+    row_of,
 )
 
 
@@ -36,15 +38,7 @@ def segments_kernel(
     MASK,
     LOG,
     MEAN,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    beta_batch,
-    beta_head,
-    mask_batch,
+    strides,
     heads,
     keys,
     step,
@@ -56,19 +50,19 @@ def segments_kernel(
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """LOG and MEAN of one segment of keys."""
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        v_row = k_row
+    k_strides, v_strides, beta_strides, mask_batch = strides
+    k_row = k_strides[2]
+    v_row = row_of(v_strides, k_row)
     head = tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
-    K += b * k_batch + h * k_head
-    V += b * v_batch + h * v_head
+    K += of_head(k_strides, b, h)
+    V += of_head(v_strides, b, h)
     if HAS_MASK:
         MASK += b * mask_batch
-    beta = tl.load(BETA + b * beta_batch + h * beta_head).to(tl.float32) * LOG2E
+    beta = tl.load(BETA + of_head(beta_strides, b, h)).to(tl.float32) * LOG2E
     rows, slots, values = tl.arange(0, ROWS), tl.arange(0, BS), tl.arange(0, BE)
     eye = identity(BS, K.dtype.element_ty, THROUGH)
     begin = origin + tl.program_id(0) * step
