@@ -147,7 +147,6 @@ def causal_dkdv_kernel(
     BE: tl.constexpr,
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     PRECISE: tl.constexpr,
     WIDE: tl.constexpr,
     TERMS: tl.constexpr,
@@ -173,13 +172,13 @@ def causal_dkdv_kernel(
     DV += of_head(dv_strides, b, h)
     LSE += head * tokens * (2 if PRECISE else 1)
     DELTA += head * tokens
-    if HAS_MASK:
+    if MASK is not None:
         MASK += b * mask_batch
     alpha = tl.load(ALPHA + of_head(alpha_strides, b, h)).to(tl.float32) * LOG2E
     beta = tl.load(BETA + of_head(beta_strides, b, h // group)).to(tl.float32)
     rows, features, values = tl.arange(0, ROWS), tl.arange(0, BD), tl.arange(0, BE)
     dtype: tl.constexpr = Q.dtype.element_ty
-    masked: tl.constexpr = HAS_MASK or not FULL
+    masked: tl.constexpr = MASK is not None or not FULL
     inside = features < D
     eye = identity(BD, dtype, THROUGH)
     begin = segment * span
@@ -205,8 +204,8 @@ def causal_dkdv_kernel(
         dout = load_tile(DOUT, dout_row, start, end, rows, values, E, FULL)
         lse = load_lse(LSE, tokens, start, end, rows, PRECISE)
         delta = tl.load(DELTA + start + rows, mask=rows < end - start, other=0.0)
-        keep = visible_keys(MASK, start, end, rows, HAS_MASK)
-        if HAS_MASK:
+        keep = visible_keys(MASK, start, end, rows)
+        if MASK is not None:
             v = tl.where(keep[:, None], v, 0.0)
         factors, top = query_factors(q, eye, alpha, lse, peak, features, D)
         shrink = tl.exp2(peak - top)
@@ -233,7 +232,7 @@ def causal_dkdv_kernel(
         gradient = c * (sums + dot_factors(products, tl.trans(factors), WIDE, TERMS))
         if DBETA is not None:
             clean = as_float(k, eye)
-            if HAS_MASK:
+            if MASK is not None:
                 clean = tl.where(keep[:, None], clean, 0.0)
             slope += tl.sum(gradient * clean)
         store_tile(DK, dk_row, start, end, gradient * beta, rows, features, D, FULL)
@@ -256,7 +255,7 @@ def causal_dkdv_kernel(
             dout = load_tile(DOUT, dout_row, start, end, few, values, E, False)
             lse = load_lse(LSE, tokens, start, end, few, PRECISE)
             delta = tl.load(DELTA + start + few, mask=few < end - start, other=0.0)
-            keep = visible_keys(MASK, start, end, few, HAS_MASK)
+            keep = visible_keys(MASK, start, end, few)
             v = tl.where(keep[:, None], v, 0.0)
             x = k.to(tl.float32) * (beta * LOG2E)
             x = tl.where(keep[:, None] & inside[None, :], x, float("-inf"))

@@ -67,7 +67,6 @@ def causal_dq_kernel(
     BE: tl.constexpr,
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     PRECISE: tl.constexpr,
     WIDE: tl.constexpr,
     TERMS: tl.constexpr,
@@ -94,13 +93,13 @@ def causal_dq_kernel(
     DQ += of_head(dq_strides, b, h)
     LSE += head * tokens * (2 if PRECISE else 1)
     DELTA += head * tokens
-    if HAS_MASK:
+    if MASK is not None:
         MASK += b * mask_batch
     alpha = tl.load(ALPHA + of_head(alpha_strides, b, h)).to(tl.float32)
     beta = tl.load(BETA + of_head(beta_strides, b, h // group)).to(tl.float32) * LOG2E
     rows, features, values = tl.arange(0, ROWS), tl.arange(0, BD), tl.arange(0, BE)
     dtype: tl.constexpr = Q.dtype.element_ty
-    masked: tl.constexpr = HAS_MASK or not FULL
+    masked: tl.constexpr = MASK is not None or not FULL
     eye = identity(BD, dtype, THROUGH)
     below = rows[:, None] >= rows[None, :]
     begin = segment * span
@@ -110,7 +109,7 @@ def causal_dq_kernel(
         BEFORE, LOG_MASS, MEAN, head // group, segment, tl.num_programs(0),
         features, values, D, E,
     )  # fmt: skip
-    start_key = first_key(K, k_row, MASK, beta, begin, end, rows, features, D, ROWS, HAS_MASK)
+    start_key = first_key(K, k_row, MASK, beta, begin, end, rows, features, D, ROWS)
     peak = tl.where(mass == 0.0, start_key, peak)
     if SUMS:
         mean *= mass[:, None]
@@ -121,8 +120,8 @@ def causal_dq_kernel(
         k = load_tile(K, k_row, start, end, rows, features, D, FULL)
         v = load_tile(V, v_row, start, end, rows, values, E, FULL)
         dout = load_tile(DOUT, dout_row, start, end, rows, values, E, FULL)
-        keep = visible_keys(MASK, start, end, rows, HAS_MASK)
-        if HAS_MASK:
+        keep = visible_keys(MASK, start, end, rows)
+        if MASK is not None:
             v = tl.where(keep[:, None], v, 0.0)
         factors, top = key_factors(k, eye, beta, peak, keep, features, D, masked)
         jump = tl.maximum(jump, top - peak)
@@ -168,12 +167,12 @@ def causal_dq_kernel(
             k = load_tile(K, k_row, start, end, few, features, D, False)
             v = load_tile(V, v_row, start, end, few, values, E, False)
             dout = load_tile(DOUT, dout_row, start, end, few, values, E, False).to(tl.float32)
-            keep = visible_keys(MASK, start, end, few, HAS_MASK)
+            keep = visible_keys(MASK, start, end, few)
             v = tl.where(keep[:, None], v, 0.0)
             x = minus_lse(q * (alpha * LOG2E), LSE, tokens, start, end, few, 0.0, PRECISE)
             first, weights = careful_query_sums(
                 x, dout, K, V, k_row, v_row, MASK, beta, peak, mass, mean, start, end,
-                few, features, values, D, E, HAS_MASK,
+                few, features, values, D, E,
             )  # fmt: skip
             delta = tl.sum(first, axis=1)
             gradient = first - delta[:, None] * weights
@@ -211,7 +210,6 @@ def careful_query_sums(
     values,
     D: tl.constexpr,
     E: tl.constexpr,
-    HAS_MASK: tl.constexpr,
 ):
     """(Σ_j W v_j·dO, Σ_j W) as [16 rows, features]; x = α q − ℓ."""
     log_mass = tl.where(mass > 0.0, peak + tl.log2(mass), float("-inf"))
@@ -220,7 +218,7 @@ def careful_query_sums(
     inside = (features < D)[None, :]
     for index in range(start, tl.minimum(start + 16, end)):
         keep = True
-        if HAS_MASK:
+        if MASK is not None:
             keep = tl.load(MASK + index) != 0
         if keep:
             y = x + one_key(K, k_row, beta, index, features, D)

@@ -53,12 +53,11 @@ def first_key(
     features,
     D: tl.constexpr,
     ROWS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
 ):
     """Exponents of the first visible key of begin … end: a peak that all later rows can see."""
     index = begin
     width = D
-    if HAS_MASK:
+    if MASK is not None:
         index = end
         for start in range(begin, end, ROWS):
             keep = tl.load(MASK + start + rows, mask=rows < end - start, other=0) != 0
@@ -70,10 +69,10 @@ def first_key(
 
 
 @jit
-def visible_keys(MASK, start, end, rows, HAS_MASK: tl.constexpr):
+def visible_keys(MASK, start, end, rows):
     """Which keys start + rows exist and may be attended."""
     keep = rows < end - start
-    if HAS_MASK:
+    if MASK is not None:
         keep = tl.load(MASK + start + rows, mask=keep, other=0) != 0
     return keep
 
@@ -139,7 +138,6 @@ def causal_kernel(
     BE: tl.constexpr,
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     PRECISE: tl.constexpr,
     WIDE: tl.constexpr,
     TERMS: tl.constexpr,
@@ -162,13 +160,13 @@ def causal_kernel(
     V += of_head(v_strides, b, h // group)
     OUT += of_head(out_strides, b, h)
     LSE += head * tokens * (2 if PRECISE else 1)
-    if HAS_MASK:
+    if MASK is not None:
         MASK += b * mask_batch
     alpha = tl.load(ALPHA + of_head(alpha_strides, b, h)).to(tl.float32) * LOG2E
     beta = tl.load(BETA + of_head(beta_strides, b, h // group)).to(tl.float32) * LOG2E
     rows, features, values = tl.arange(0, ROWS), tl.arange(0, BD), tl.arange(0, BE)
     dtype: tl.constexpr = Q.dtype.element_ty
-    masked: tl.constexpr = HAS_MASK or not FULL
+    masked: tl.constexpr = MASK is not None or not FULL
     eye = identity(BD, dtype, THROUGH)
     begin = segment * span
     end = tl.minimum(begin + span, tokens)
@@ -177,7 +175,7 @@ def causal_kernel(
         BEFORE, LOG_MASS, MEAN, head // group, segment, tl.num_programs(0),
         features, values, D, E,
     )  # fmt: skip
-    start_key = first_key(K, k_row, MASK, beta, begin, end, rows, features, D, ROWS, HAS_MASK)
+    start_key = first_key(K, k_row, MASK, beta, begin, end, rows, features, D, ROWS)
     peak = tl.where(mass == 0.0, start_key, peak)
     if SUMS:
         mean *= mass[:, None]
@@ -186,8 +184,8 @@ def causal_kernel(
         q = load_tile(Q, q_row, start, end, rows, features, D, FULL)
         k = load_tile(K, k_row, start, end, rows, features, D, FULL)
         v = load_tile(V, v_row, start, end, rows, values, E, FULL)
-        keep = visible_keys(MASK, start, end, rows, HAS_MASK)
-        if HAS_MASK:
+        keep = visible_keys(MASK, start, end, rows)
+        if MASK is not None:
             v = tl.where(keep[:, None], v, 0.0)
         factors, top = key_factors(k, eye, beta, peak, keep, features, D, masked)
         jump = tl.maximum(jump, top - peak)
@@ -229,11 +227,11 @@ def causal_kernel(
             q = load_tile(Q, q_row, start, end, few, features, D, False)
             k = load_tile(K, k_row, start, end, few, features, D, False)
             v = load_tile(V, v_row, start, end, few, values, E, False)
-            keep = visible_keys(MASK, start, end, few, HAS_MASK)
+            keep = visible_keys(MASK, start, end, few)
             v = tl.where(keep[:, None], v, 0.0)
             highest, weight, out = careful_rows(
                 q, K, V, k_row, v_row, MASK, alpha, beta, peak, mass, mean, start, end,
-                few, features, values, D, E, HAS_MASK,
+                few, features, values, D, E,
             )  # fmt: skip
             out *= inverse(weight)[:, None]
             store_tile(OUT, out_row, start, end, out, few, values, E, False)
@@ -273,7 +271,6 @@ def careful_rows(
     values,
     D: tl.constexpr,
     E: tl.constexpr,
-    HAS_MASK: tl.constexpr,
 ):
     """(top, weight, sum) of 16 rows: the carried state, then each key of the tile by itself."""
     x = q.to(tl.float32) * alpha
@@ -286,7 +283,7 @@ def careful_rows(
     inside = (features < D)[None, :]
     for index in range(start, tl.minimum(start + 16, end)):
         keep = True
-        if HAS_MASK:
+        if MASK is not None:
             keep = tl.load(MASK + index) != 0
         if keep:
             y = x + one_key(K, k_row, beta, index, features, D)

@@ -116,7 +116,6 @@ def _constants(t: Tile, shape: torch.Size, e: int, dtype: torch.dtype) -> dict[s
 def _of_keys(scales: Scales, t: Tile, dtype: torch.dtype) -> dict[str, Any]:
     """What those that see keys have beside it."""
     return {
-        "HAS_MASK": scales.mask is not None,
         **factors(dtype),
         **carry_options(t, dtype),
     }

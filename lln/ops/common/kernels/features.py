@@ -13,8 +13,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from lln.ops.common.kernels import tiles
+
 jit: Any = triton.jit  # to a type checker a kernel is no Python: each kernel file opts out of it
 known: Any = triton.constexpr_function  # computed by the compiler, in Python
+padded: Any = known(tiles.padded)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 FLOOR = tl.constexpr(-3.0e38)

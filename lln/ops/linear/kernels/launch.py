@@ -99,7 +99,7 @@ def _summarize_plan(
         summarize_kernel, (count, b * heads, columns),
         ((*row_strides(k_strides, v_strides), beta, mask or 0), heads, keys, span),
         D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows,
-        FULL=keys % t.rows == 0 and span % t.rows == 0, HAS_MASK=mask is not None, **t.options,
+        FULL=keys % t.rows == 0 and span % t.rows == 0, **t.options,
     )  # fmt: skip
 
 
@@ -242,7 +242,7 @@ def _summarize_backward_plan(
         ((*row_strides(k_strides, v_strides, dk[1], dv[1]), beta, mask or 0), heads, keys,
          span, count),
         D=d, E=e, BD=padded(d), BE=value_block(d, e, dtype, t), ROWS=t.rows,
-        FULL=keys % t.rows == 0, HAS_MASK=mask is not None, **t.options,
+        FULL=keys % t.rows == 0, **t.options,
     )  # fmt: skip
     return dk, dv, (b, heads, pieces), launch
 

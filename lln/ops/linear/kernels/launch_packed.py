@@ -74,7 +74,7 @@ def summarize(k: Tensor, v: Tensor, cu_k: Tensor, beta: Tensor, key_mask: Tensor
             k, v, beta, key_mask, parts, plan.table, cu_k,
             (*_strides(k, v), beta.stride(), 0), heads, tokens, plan.span,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=False,
-            HAS_MASK=key_mask is not None, **t.options,
+            **t.options,
         )  # fmt: skip
         merge_kernel[(beta.numel(), triton.cdiv(d, 4), triton.cdiv(e, columns))](
             parts, *state, plan.table, plan.items, heads, 0,
@@ -149,6 +149,6 @@ def summarize_backward(
             k, v, beta, key_mask, norm, parts, dk, dv, slopes, plan.table, cu_k,
             (*_strides(k, v, dk, dv), beta.stride(), 0), heads, tokens, plan.span, 1,
             D=d, E=e, BD=padded(d), BE=value_block(d, e, k.dtype, t), ROWS=t.rows, FULL=False,
-            HAS_MASK=key_mask is not None, **t.options,
+            **t.options,
         )  # fmt: skip
     return None if slopes is None else _add_parts(slopes, plan, cu_k.shape[0] - 1, heads, 1)

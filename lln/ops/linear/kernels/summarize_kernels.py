@@ -53,7 +53,6 @@ def summarize_kernel(
     BE: tl.constexpr,
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """PARTS[head, part] = (sum, peak, mass) of keys part·span … (part + 1)·span."""
@@ -63,7 +62,7 @@ def summarize_kernel(
     b, h, part, first, keys, index = locate(PLAN, CU, heads, keys)
     K += of_head(k_strides, b, h) + first * k_row
     V += of_head(v_strides, b, h) + first * v_row
-    if HAS_MASK:
+    if MASK is not None:
         MASK += b * mask_batch + first
     scale = tl.load(BETA + of_head(beta_strides, b, h)).to(tl.float32) * LOG2E
     rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
@@ -79,9 +78,9 @@ def summarize_kernel(
         k = load_tile(K, k_row, start, end, rows, features, D, FULL)
         v = load_tile(V, v_row, start, end, rows, values, E, FULL)
         x = as_float_transposed(k, eye) * scale  # [BD, ROWS]: features attend to keys
-        if HAS_MASK or not FULL:
+        if MASK is not None or not FULL:
             keep = rows < end - start
-            if HAS_MASK:
+            if MASK is not None:
                 keep = tl.load(MASK + start + rows, mask=keep, other=0) != 0
                 v = tl.where(keep[:, None], v, 0.0)
             x = tl.where(keep[None, :], x, float("-inf"))
@@ -240,7 +239,6 @@ def summarize_backward_kernel(
     BE: tl.constexpr,
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DK, DV of ``span`` keys; DBETA[head, part] if asked for. B is scaled by its largest entry.
@@ -258,7 +256,7 @@ def summarize_backward_kernel(
     V += of_head(v_strides, b, h) + first * v_row
     DK += of_head(dk_strides, b, h) + first * dk_row
     DV += of_head(dv_strides, b, h) + first * dv_row
-    if HAS_MASK:
+    if MASK is not None:
         MASK += b * mask_batch + first
     beta = tl.load(BETA + of_head(beta_strides, b, h)).to(tl.float32)
     rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
@@ -280,9 +278,9 @@ def summarize_backward_kernel(
     for start in range(part * span, end, ROWS):
         k = load_tile(K, k_row, start, end, rows, features, D, FULL)
         x = as_float(k, eye) * (beta * LOG2E)
-        if HAS_MASK or not FULL:
+        if MASK is not None or not FULL:
             keep = rows < end - start
-            if HAS_MASK:
+            if MASK is not None:
                 keep = tl.load(MASK + start + rows, mask=keep, other=0) != 0
             x = tl.where(keep[:, None], x, float("-inf"))
         p = tl.exp2(x - peak[None, :])
@@ -290,7 +288,7 @@ def summarize_backward_kernel(
         gradient = tl.zeros([ROWS, BD], tl.float32) + g[None, :]
         if E <= BE:
             v = load_tile(V, v_row, start, end, rows, values, E, FULL)
-            if HAS_MASK:
+            if MASK is not None:
                 v = tl.where(keep[:, None], v, 0.0)
             store_tile(DV, dv_row, start, end, dot(ph, weight), rows, values, E, FULL)
             gradient = dot_add(v, tl.trans(weight), gradient)
@@ -301,14 +299,14 @@ def summarize_backward_kernel(
                 dmean, _ = load_gradients(PARTS, head, 1, features, block, D, E)
                 weight = (dmean * shrink[:, None]).to(dtype)
                 v = load_tile(V, v_row, start, end, rows, block, E, FULL)
-                if HAS_MASK:
+                if MASK is not None:
                     v = tl.where(keep[:, None], v, 0.0)
                 store_tile(DV, dv_row, start, end, dot(ph, weight), rows, block, E, FULL)
                 gradient = dot_add(v, tl.trans(weight), gradient)
         gradient *= p
         if DBETA is not None:
             clean = as_float(k, eye)
-            if HAS_MASK:
+            if MASK is not None:
                 clean = tl.where(keep[:, None], clean, 0.0)
             slope += gradient * clean
         store_tile(DK, dk_row, start, end, gradient * beta, rows, features, D, FULL)

@@ -21,6 +21,7 @@ from lln.ops.common.kernels.features import (
     jit,
     load_tile,
     of_head,
+    padded,
     row_of,
     store_tile,
 )
@@ -144,16 +145,12 @@ def diag_backward_kernel(
     scale,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     FULL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
-    LINEAR: tl.constexpr,
     PRECISE: tl.constexpr,
     AVERAGE: tl.constexpr,
     ADD: tl.constexpr,
@@ -166,6 +163,7 @@ def diag_backward_kernel(
     the gradients of the state, already weighted by MIX. The slopes DALPHA[query head, tile],
     DBETA[key head, tile] and DMIX[query head, tile] are stored if asked for.
     """
+    LINEAR: tl.constexpr = ALPHA is not None
     (
         q_strides, k_strides, v_strides, dout_strides, dq_strides, dk_strides, dv_strides,
         mask_batch, alpha_strides, beta_strides, lse_head,
@@ -184,13 +182,13 @@ def diag_backward_kernel(
     DQ += of_head(dq_strides, b, h * GROUP)
     DOUT += of_head(dout_strides, b, h * GROUP)
     LSE += head * GROUP * lse_head
-    rows, features, values = tl.arange(0, ROWS), tl.arange(0, BD), tl.arange(0, BE)
+    rows, features, values = tl.arange(0, ROWS), tl.arange(0, padded(D)), tl.arange(0, padded(E))
     dtype: tl.constexpr = K.dtype.element_ty
-    masked: tl.constexpr = HAS_MASK or CAUSAL or not FULL or BLOCK < STEP
+    masked: tl.constexpr = MASK is not None or CAUSAL or not FULL or BLOCK < STEP
     inside = features < D
-    if HAS_MASK:
+    if MASK is not None:
         MASK += b * mask_batch
-    eye = identity(BD, dtype, THROUGH)
+    eye = identity(padded(D), dtype, THROUGH)
     log_mass, mean = 0.0, 0.0
     if LINEAR:
         beta = tl.load(BETA + of_head(beta_strides, b, h)).to(tl.float32)
@@ -210,16 +208,16 @@ def diag_backward_kernel(
         k = load_tile(K, k_row, start, end, rows, features, D, FULL)
         v = load_tile(V, v_row, start, end, rows, values, E, FULL)
         keep = rows < end - start
-        if HAS_MASK:
+        if MASK is not None:
             keep = tl.load(MASK + start + rows, mask=keep, other=0) != 0
             k = tl.where(keep[:, None], k, 0.0)
             v = tl.where(keep[:, None], v, 0.0)
         seen = keep
         if masked:
-            seen = visible_in_blocks(MASK, start, end, rows, BLOCK, STEP, HAS_MASK, CAUSAL)
+            seen = visible_in_blocks(MASK, start, end, rows, BLOCK, STEP, CAUSAL)
         # one accumulator at a time where a single query head allows it: dq, then dv, then dk
-        dk = tl.zeros([ROWS, BD], tl.float32)
-        dv = tl.zeros([ROWS, BE], tl.float32)
+        dk = tl.zeros([ROWS, padded(D)], tl.float32)
+        dv = tl.zeros([ROWS, padded(E)], tl.float32)
         for member in tl.static_range(GROUP):
             query_head = head * GROUP + member
             if GROUP > 1:
@@ -242,7 +240,7 @@ def diag_backward_kernel(
         if LINEAR:
             x = as_float(k, eye) * (beta * LOG2E)
             p = tl.exp2(x - peak[None, :])
-            if HAS_MASK or not FULL:
+            if MASK is not None or not FULL:
                 p = tl.where(keep[:, None], p, 0.0)
             dv = dot_add(p.to(dtype), weight, dv)
         if ADD:

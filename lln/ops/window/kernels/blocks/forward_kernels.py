@@ -22,6 +22,7 @@ from lln.ops.common.kernels.features import (
     jit,
     load_tile,
     of_head,
+    padded,
     row_of,
     store_tile,
 )
@@ -36,13 +37,12 @@ def visible_in_blocks(
     rows,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
     """Which key of the tile (columns) a query of the tile (rows) may see."""
     columns = rows
     keep = columns < tl.minimum(end - start, STEP)
-    if HAS_MASK:
+    if MASK is not None:
         keep = tl.load(MASK + start + columns, mask=keep, other=0) != 0
     seen = (rows[:, None] >= 0) & keep[None, :]
     if BLOCK < STEP:
@@ -95,15 +95,11 @@ def diag_kernel(
     scale,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK: tl.constexpr,
     FULL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
-    LINEAR: tl.constexpr,
     PRECISE: tl.constexpr,
     SAVE: tl.constexpr,
     ADD: tl.constexpr,
@@ -116,6 +112,7 @@ def diag_kernel(
     The state of the linear branch comes as in :func:`read_kernel`. SAVE keeps the logsumexp of each
     branch: LSE[head] = linear rows, then block-diagonal rows, the latter not for float32.
     """
+    LINEAR: tl.constexpr = ALPHA is not None
     q_strides, k_strides, v_strides, out_strides, mask_batch, alpha_strides = strides
     q_row = q_strides[2]
     k_row, v_row = row_of(k_strides, q_row), row_of(v_strides, q_row)
@@ -126,11 +123,11 @@ def diag_kernel(
     K += of_head(k_strides, b, h // group)
     V += of_head(v_strides, b, h // group)
     OUT += of_head(out_strides, b, h)
-    rows, features, values = tl.arange(0, ROWS), tl.arange(0, BD), tl.arange(0, BE)
+    rows, features, values = tl.arange(0, ROWS), tl.arange(0, padded(D)), tl.arange(0, padded(E))
     dtype: tl.constexpr = Q.dtype.element_ty
     kept: tl.constexpr = 2 if PRECISE else 1
     local = 0.5 if ADD else 1.0
-    if HAS_MASK:
+    if MASK is not None:
         MASK += b * mask_batch
     if SAVE:
         LSE += head * tokens * ((kept if LINEAR else 0) + (0 if PRECISE else 1))
@@ -143,7 +140,7 @@ def diag_kernel(
             features, values, D, E, False, SAVE,
         )  # fmt: skip
         mean = mean.to(dtype)
-        eye = identity(BD, dtype, THROUGH)
+        eye = identity(padded(D), dtype, THROUGH)
 
     last = tl.minimum((part + 1) * span, tokens)
     for start in range(part * span, last, STEP):
@@ -151,13 +148,13 @@ def diag_kernel(
         q = load_tile(Q, q_row, start, end, rows, features, D, FULL)
         k = load_tile(K, k_row, start, end, rows, features, D, FULL)
         v = load_tile(V, v_row, start, end, rows, values, E, FULL)
-        if HAS_MASK:
+        if MASK is not None:
             keep = tl.load(MASK + start + rows, mask=rows < end - start, other=0) != 0
             k = tl.where(keep[:, None], k, 0.0)
             v = tl.where(keep[:, None], v, 0.0)
         s = dot_scores(q, tl.trans(k)) * (scale * LOG2E)
-        if HAS_MASK or CAUSAL or not FULL or BLOCK < STEP:
-            seen = visible_in_blocks(MASK, start, end, rows, BLOCK, STEP, HAS_MASK, CAUSAL)
+        if MASK is not None or CAUSAL or not FULL or BLOCK < STEP:
+            seen = visible_in_blocks(MASK, start, end, rows, BLOCK, STEP, CAUSAL)
             s = tl.where(seen, s, float("-inf"))
         top = tl.maximum(tl.max(s, axis=1), FLOOR)
         r = tl.exp2(s - top[:, None])

@@ -31,6 +31,7 @@ from lln.ops.common.kernels.features import (
     jit,
     load_tile,
     of_head,
+    padded,
     row_of,
     store_tile,
 )
@@ -45,20 +46,20 @@ def pull_queries(
     q, dout, K, V, MASK, k_row, v_row, col, last, lse, delta, slope, local, dq, epsilon, cols,
     features, values,
     D: tl.constexpr, E: tl.constexpr, FULL: tl.constexpr,
-    HAS_MASK: tl.constexpr, SUM: tl.constexpr,
+    SUM: tl.constexpr,
 ):  # fmt: skip
     """Add the keys col … of a window to dq and, with SUM, to ε; ``delta`` is (1 − w) ε · scale."""
     k = load_tile(K, k_row, col, last, cols, features, D, FULL)
     v = load_tile(V, v_row, col, last, cols, values, E, FULL)
-    if HAS_MASK or not FULL:
-        keep = kept(MASK, col, last, cols, HAS_MASK)
-        if HAS_MASK:
+    if MASK is not None or not FULL:
+        keep = kept(MASK, col, last, cols)
+        if MASK is not None:
             k = tl.where(keep[:, None], k, 0.0)
     r = tl.exp2(dot_scores(q, tl.trans(k)) * slope - lse[:, None])
-    if HAS_MASK or not FULL:
+    if MASK is not None or not FULL:
         r = tl.where(keep[None, :], r, 0.0)
     dr = dot(dout, tl.trans(v))
-    if HAS_MASK:
+    if MASK is not None:
         dr = tl.where(keep[None, :], dr, 0.0)
     if SUM:
         epsilon += tl.sum(r * dr, axis=1)
@@ -105,13 +106,10 @@ def wide_dq_kernel(
     scale,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     UNROLL: tl.constexpr,
     FULL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DQ and DELTA = ε of ``span`` tiles of queries of one head, and their part of (dM, g).
@@ -138,20 +136,20 @@ def wide_dq_kernel(
     DQ += of_head(dq_strides, b, h)
     LSE += head * tokens * 2
     DELTA += head * tokens
-    if HAS_MASK:
+    if MASK is not None:
         MASK += b * mask_batch
     rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
-    features, values = tl.arange(0, BD), tl.arange(0, BE)
+    features, values = tl.arange(0, padded(D)), tl.arange(0, padded(E))
     dtype: tl.constexpr = Q.dtype.element_ty
     alpha, share = load_scales(ALPHA, MIX, b, h, alpha_strides, True)
     local = 1.0 - share
     back = tl.where(local == 0.0, 0.0, 1.0 / tl.where(local == 0.0, 1.0, local))
     mean = load_mean(MEAN, head // group, features, values, D, E).to(dtype)
-    eye = identity(BD, dtype, THROUGH)
+    eye = identity(padded(D), dtype, THROUGH)
     slope = scale * LOG2E
 
-    dmean = tl.zeros([BD, BE], tl.float32)
-    weighted = tl.zeros([BD, 16], tl.float32)
+    dmean = tl.zeros([padded(D), padded(E)], tl.float32)
+    weighted = tl.zeros([padded(D), 16], tl.float32)
     slope_alpha = tl.zeros([ROWS], tl.float32)
     slope_mix = tl.zeros([ROWS], tl.float32)
     for here in range(part * span, tl.minimum((part + 1) * span, tiles)):
@@ -183,14 +181,14 @@ def wide_dq_kernel(
                 dq, epsilon = pull_queries(
                     q, dout, K, V, MASK, k_row, v_row, first + step * COLS, last, lse,
                     rest * scale, slope, local * scale, dq, epsilon, cols, features, values,
-                    D, E, FULL, HAS_MASK, DMIX is not None,
+                    D, E, FULL, DMIX is not None,
                 )  # fmt: skip
         else:
             for col in range(first, last, COLS):
                 dq, epsilon = pull_queries(
                     q, dout, K, V, MASK, k_row, v_row, col, last, lse,
                     rest * scale, slope, local * scale, dq, epsilon, cols, features, values,
-                    D, E, FULL, HAS_MASK, DMIX is not None,
+                    D, E, FULL, DMIX is not None,
                 )  # fmt: skip
         if DMIX is not None:
             slope_mix += delta - epsilon
@@ -213,7 +211,7 @@ def pull_keys(
     k, v, Q, DOUT, LSE, DELTA, q_row, dout_row, start, end, j, keep, block, overlap, scale, shift,
     dk, dv, rows, features, values,
     D: tl.constexpr, E: tl.constexpr, FULL: tl.constexpr,
-    WHOLE: tl.constexpr, HAS_MASK: tl.constexpr,
+    WHOLE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add the queries start … < end to dk and dv; ``shift`` is log2(1 − w).
 
@@ -231,7 +229,7 @@ def pull_keys(
     if WHOLE and not FULL:
         edge = start // block * block
         keep = keep & (j >= edge - overlap) & (j < edge + block + overlap)
-    if HAS_MASK or not FULL:
+    if MASKED or not FULL:
         r = tl.where(keep[:, None], r, 0.0)
     if not WHOLE:
         edge = i // block * block
@@ -239,7 +237,7 @@ def pull_keys(
         r = tl.where(seen & (j[:, None] < (edge + block + overlap)[None, :]), r, 0.0)
     dv = dot_add(r.to(dout.dtype), dout, dv)
     ds = r * (dot(v, tl.trans(dout)) * scale - delta[None, :])
-    if HAS_MASK:
+    if MASKED:
         ds = tl.where(keep[:, None], ds, 0.0)
     return dot_add(ds.to(q.dtype), q, dk), dv
 
@@ -277,15 +275,12 @@ def wide_dkdv_kernel(
     scale,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     GROUP: tl.constexpr,
     UNROLL: tl.constexpr,
     FULL: tl.constexpr,
     WHOLE: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DK and DV of ``span`` tiles of keys of one head, from the GROUP query heads that share it.
@@ -311,14 +306,14 @@ def wide_dkdv_kernel(
     DV += of_head(dv_strides, b, g)
     LSE += kv_head * GROUP * tokens * 2 + tokens
     DELTA += kv_head * GROUP * tokens
-    if HAS_MASK:
+    if MASK is not None:
         MASK += b * mask_batch
     rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
-    features, values = tl.arange(0, BD), tl.arange(0, BE)
+    features, values = tl.arange(0, padded(D)), tl.arange(0, padded(E))
     dtype: tl.constexpr = K.dtype.element_ty
     inside = features < D
     beta = tl.load(BETA + of_head(beta_strides, b, g)).to(tl.float32)
-    eye = identity(BD, dtype, THROUGH)
+    eye = identity(padded(D), dtype, THROUGH)
     NORM += kv_head * 2 * D
     GRADIENT += kv_head * (D * E + D)
     pull = load_mean(GRADIENT, 0, features, values, D, E)
@@ -331,17 +326,17 @@ def wide_dkdv_kernel(
         v = load_tile(V, v_row, col, tokens, cols, values, E, FULL)
         # keys that are masked may be anything: what follows from them is left out row by row, since
         # tiles that are changed would be held in registers
-        keep = kept(MASK, col, tokens, cols, HAS_MASK)
+        keep = kept(MASK, col, tokens, cols)
         x = as_float(k, eye) * (beta * LOG2E)
         # in every step anew: a number per feature held through the loop takes 16 registers
         peak = tl.load(NORM + features, mask=inside, other=0.0)
         p = tl.exp2(x - peak[None, :])
-        if HAS_MASK or not FULL:
+        if MASK is not None or not FULL:
             p = tl.where(keep[:, None], p, 0.0)
         level = tl.load(GRADIENT + D * E + features, mask=inside, other=0.0)
         level *= inverse(NORM + D, features, D)
         dk = p * (dot(v, tl.trans(pull)) + level[None, :])
-        if HAS_MASK:
+        if MASK is not None:
             dk = tl.where(keep[:, None], dk, 0.0)
         if DBETA is not None:
             slopes += tl.where(keep, tl.sum(dk * as_float(k, eye), axis=1), 0.0)
@@ -360,7 +355,8 @@ def wide_dkdv_kernel(
                         k, v, Q + member * q_strides[1], DOUT + member * dout_strides[1],
                         LSE + member * tokens * 2, DELTA + member * tokens, q_row, dout_row,
                         begin + step * ROWS, end, col + cols, keep, block, overlap, scale, shift,
-                        dk, dv, rows, features, values, D, E, FULL, WHOLE, HAS_MASK,
+                        dk, dv, rows, features, values, D, E, FULL, WHOLE,
+                        MASK is not None,
                     )  # fmt: skip
             else:
                 for start in range(begin, end, ROWS):
@@ -368,7 +364,8 @@ def wide_dkdv_kernel(
                         k, v, Q + member * q_strides[1], DOUT + member * dout_strides[1],
                         LSE + member * tokens * 2, DELTA + member * tokens, q_row, dout_row,
                         start, end, col + cols, keep, block, overlap, scale, shift,
-                        dk, dv, rows, features, values, D, E, FULL, WHOLE, HAS_MASK,
+                        dk, dv, rows, features, values, D, E, FULL, WHOLE,
+                        MASK is not None,
                     )  # fmt: skip
         store_tile(DV, dv_row, col, tokens, dv, cols, values, E, FULL)
         store_tile(DK, dk_row, col, tokens, dk, cols, features, D, FULL)

@@ -23,6 +23,7 @@ from lln.ops.common.kernels.features import (
     jit,
     load_tile,
     of_head,
+    padded,
     row_of,
     store_tile,
 )
@@ -32,10 +33,10 @@ from lln.ops.window.kernels.joint.near_kernels import window_of
 
 
 @jit
-def kept(MASK, col, last, cols, HAS_MASK: tl.constexpr):
+def kept(MASK, col, last, cols):
     """Which of the keys col + cols < last may be attended."""
     keep = cols < last - col
-    if HAS_MASK:
+    if MASK is not None:
         keep = tl.load(MASK + col + cols, mask=keep, other=0) != 0
     return keep
 
@@ -44,7 +45,7 @@ def kept(MASK, col, last, cols, HAS_MASK: tl.constexpr):
 def attend_keys(
     q, K, V, MASK, k_row, v_row, col, last, slope, top, weight, total, cols, features, values,
     D: tl.constexpr, E: tl.constexpr, FULL: tl.constexpr,
-    HAS_MASK: tl.constexpr, FLIP: tl.constexpr, FIRST: tl.constexpr,
+    FLIP: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Add the keys col … of a window to a running softmax (base 2); ``slope`` is positive.
 
@@ -55,10 +56,10 @@ def attend_keys(
     s = dot_scores(q, tl.trans(k))
     if FLIP:
         s = -s
-    if HAS_MASK or not FULL:
-        keep = kept(MASK, col, last, cols, HAS_MASK)
+    if MASK is not None or not FULL:
+        keep = kept(MASK, col, last, cols)
         s = tl.where(keep[None, :], s, float("-inf"))
-        if HAS_MASK:
+        if MASK is not None:
             v = tl.where(keep[:, None], v, 0.0)
     new = tl.maximum(top, tl.max(s, axis=1) * slope)
     p = tl.exp2(s * slope - new[:, None])
@@ -98,13 +99,10 @@ def wide_kernel(
     slope,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     UNROLL: tl.constexpr,
     FULL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     FLIP: tl.constexpr,
     SAVE: tl.constexpr,
     THROUGH: tl.constexpr,
@@ -125,9 +123,9 @@ def wide_kernel(
     V += of_head(v_strides, b, h // group)
     OUT += of_head(out_strides, b, h)
     rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
-    features, values = tl.arange(0, BD), tl.arange(0, BE)
+    features, values = tl.arange(0, padded(D)), tl.arange(0, padded(E))
     dtype: tl.constexpr = Q.dtype.element_ty
-    if HAS_MASK:
+    if MASK is not None:
         MASK += b * mask_batch
     if SAVE:
         LSE += head * tokens * 2
@@ -138,25 +136,25 @@ def wide_kernel(
         features, values, D, E, False, SAVE,
     )  # fmt: skip
     mean = mean.to(dtype)
-    eye = identity(BD, dtype, THROUGH)
+    eye = identity(padded(D), dtype, THROUGH)
 
     for here in range(part * span, tl.minimum((part + 1) * span, tiles)):
         start, stop, first, last = window_of(here, block, overlap, per_block, tokens, ROWS, False)
         q = load_tile(Q, q_row, start, stop, rows, features, D, FULL)
         top = tl.full([ROWS], FLOOR, tl.float32)
         weight = tl.zeros([ROWS], tl.float32)
-        total = tl.zeros([ROWS, BE], tl.float32)
+        total = tl.zeros([ROWS, padded(E)], tl.float32)
         if UNROLL > 0:
             for step in tl.static_range(UNROLL):
                 top, weight, total = attend_keys(
                     q, K, V, MASK, k_row, v_row, first + step * COLS, last, slope, top, weight,
-                    total, cols, features, values, D, E, FULL, HAS_MASK, FLIP, step == 0,
+                    total, cols, features, values, D, E, FULL, FLIP, step == 0,
                 )  # fmt: skip
         else:
             for col in range(first, last, COLS):
                 top, weight, total = attend_keys(
                     q, K, V, MASK, k_row, v_row, col, last, slope, top, weight, total, cols,
-                    features, values, D, E, FULL, HAS_MASK, FLIP, False,
+                    features, values, D, E, FULL, FLIP, False,
                 )  # fmt: skip
         out = total * ((1.0 - share) / tl.where(weight == 0.0, 1.0, weight))[:, None]
         if SAVE:

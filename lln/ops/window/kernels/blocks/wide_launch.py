@@ -97,8 +97,8 @@ def _wide_plan(
         wide_kernel, (pieces, b * heads),
         ((*row_strides(*every), mask or 0, alpha), heads, heads // kv_heads, tokens, block, overlap,
          per_block, tiles, span // rows, count, max(abs(scale) * math.log2(math.e), LEAST_SLOPE)),
-        D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, COLS=columns,
-        UNROLL=_unrolled(t.ahead and same, block, columns), FULL=full, HAS_MASK=mask is not None,
+        D=d, E=e, ROWS=rows, COLS=columns,
+        UNROLL=_unrolled(t.ahead and same, block, columns), FULL=full,
         FLIP=scale < 0, SAVE=save, **t.options,
     )  # fmt: skip
 
@@ -159,8 +159,8 @@ def _wide_dq_plan(
         wide_dq_kernel, (pieces, b * heads),
         ((*row_strides(*every), mask or 0, alpha), heads, group, tokens, block, overlap, per_block,
          tiles, span // rows, scale),
-        D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, COLS=columns,
-        UNROLL=_unrolled(t.ahead and same, block, columns), FULL=full, HAS_MASK=mask is not None,
+        D=d, E=e, ROWS=rows, COLS=columns,
+        UNROLL=_unrolled(t.ahead and same, block, columns), FULL=full,
         **t.options,
     )  # fmt: skip
     return dq, (b * kv_heads, group * pieces, d * (e + 1)), pieces, launch
@@ -185,8 +185,8 @@ def _wide_dkdv_plan(
         wide_dkdv_kernel, (pieces, b * kv_heads),
         ((*row_strides(*every), mask or 0, beta), kv_heads, tokens, block, overlap, tiles,
          span // columns, scale),
-        D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, COLS=columns, GROUP=group,
+        D=d, E=e, ROWS=rows, COLS=columns, GROUP=group,
         UNROLL=_unrolled(t.ahead and same and group == 1, block, rows), FULL=full,
-        WHOLE=block % rows == 0, HAS_MASK=mask is not None, **t.options,
+        WHOLE=block % rows == 0, **t.options,
     )  # fmt: skip
     return dk, dv, pieces, launch

@@ -35,6 +35,7 @@ from lln.ops.common.kernels.features import (
     jit,
     load_tile,
     of_head,
+    padded,
     row_of,
     store_tile,
 )
@@ -80,17 +81,11 @@ def joint_dq_kernel(
     D: tl.constexpr,
     E: tl.constexpr,
     S: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    BS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     SINKS: tl.constexpr,
-    BSINKS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
     NEAR: tl.constexpr,
-    FAR: tl.constexpr,
     FULL: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
@@ -99,6 +94,7 @@ def joint_dq_kernel(
     With far keys a program has a block of queries of all heads that share a key head, and writes
     the state that they give to these keys: LOG, DMEAN and LEVEL.
     """
+    FAR: tl.constexpr = LOGS is not None
     (
         q_strides, k_strides, v_strides, far_strides, out_strides, dout_strides, dq_strides,
         dfar_strides, mask_batch, alpha_strides, gamma_strides,
@@ -119,18 +115,19 @@ def joint_dq_kernel(
     b = kv_head // kv_heads
     K += of_head(k_strides, b, kv_head % kv_heads)
     V += of_head(v_strides, b, kv_head % kv_heads)
-    if HAS_MASK:
+    if MASK is not None:
         MASK += b * mask_batch
     if SINKS > 0:
         SINK += b * SINKS
     rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
-    features, values, slots = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BS)
+    features, values = tl.arange(0, padded(D)), tl.arange(0, padded(E))
+    slots = tl.arange(0, padded(S))
     slope = scale * LOG2E
     if FAR:
         before, after = edges(number, block, overlap, step, origin)
-        eye = identity(BS, MEANS.dtype.element_ty, THROUGH)
-        dmean = tl.zeros([BS, BE], tl.float32)
-        level = tl.zeros([BS], tl.float32)
+        eye = identity(padded(S), MEANS.dtype.element_ty, THROUGH)
+        dmean = tl.zeros([padded(S), padded(E)], tl.float32)
+        level = tl.zeros([padded(S)], tl.float32)
     for turn in range(members * tiles):
         tile = number * tiles + turn % tiles
         head = first_head + turn // tiles
@@ -157,7 +154,7 @@ def joint_dq_kernel(
         if DLSE is not None:
             delta -= tl.load(DLSE + at, mask=inside, other=0.0)
         tl.store(DELTA + at, delta, mask=inside)
-        dq = tl.zeros([ROWS, BD], tl.float32)
+        dq = tl.zeros([ROWS, padded(D)], tl.float32)
         wrong = tl.zeros([ROWS], tl.float32)
         if FAR:
             alpha = tl.load(ALPHA + of_head(alpha_strides, b, h)).to(tl.float32)
@@ -196,10 +193,8 @@ def joint_dq_kernel(
                     p = tl.exp2(dot_scores(q, tl.trans(k)) * slope - lse[:, None])
                     ds = p * (dot(dout, tl.trans(v)) - delta[:, None])
                 else:
-                    seen, keep = visible(
-                        start, first, last, col, rows, cols, MASK, HAS_MASK, CAUSAL
-                    )
-                    if HAS_MASK:
+                    seen, keep = visible(start, first, last, col, rows, cols, MASK, CAUSAL)
+                    if MASK is not None:
                         k = tl.where(keep[:, None], k, 0.0)
                         v = tl.where(keep[:, None], v, 0.0)
                     p, ds = score_gradients(q, k, v, dout, lse, delta, seen, slope)
@@ -207,18 +202,14 @@ def joint_dq_kernel(
                 if DALPHA is not None:
                     wrong += tl.sum(ds, axis=1)
         if SINKS > 0:
-            k, outside = load_sinks(
-                SINK, K, k_row, first, last, tokens, features, SINKS, BSINKS, D, CAUSAL
-            )
-            v, outside = load_sinks(
-                SINK, V, v_row, first, last, tokens, values, SINKS, BSINKS, E, CAUSAL
-            )
-            seen = tl.broadcast_to(outside[None, :], [ROWS, BSINKS]) & inside[:, None]
+            k, outside = load_sinks(SINK, K, k_row, first, last, tokens, features, SINKS, D, CAUSAL)
+            v, outside = load_sinks(SINK, V, v_row, first, last, tokens, values, SINKS, E, CAUSAL)
+            seen = tl.broadcast_to(outside[None, :], [ROWS, padded(SINKS)]) & inside[:, None]
             p, ds = score_gradients(q, k, v, dout, lse, delta, seen, slope)
             dq = dot_add(ds.to(k.dtype), k, dq)
             if DALPHA is not None:
                 wrong += tl.sum(ds, axis=1)
-            slot = tl.arange(0, BSINKS)
+            slot = tl.arange(0, padded(SINKS))
             base = (head * all_tiles + tile) * SINKS + slot
             some = (slot < SINKS)[:, None]
             dk = dot(tl.trans(ds.to(q.dtype)), q) * scale
@@ -283,20 +274,16 @@ def joint_dkdv_kernel(
     D: tl.constexpr,
     E: tl.constexpr,
     S: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    BS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     SINKS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
     NEAR: tl.constexpr,
-    FAR: tl.constexpr,
     FULL: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DK and DV of COLS keys of a segment, one of its ``tiles``; DBETA[head, tile] if asked for."""
+    FAR: tl.constexpr = LOGS is not None
     (
         q_strides, k_strides, v_strides, far_strides, dout_strides, dk_strides, dfar_strides,
         dv_strides, mask_batch, far_mask_batch, beta_strides,
@@ -310,7 +297,8 @@ def joint_dkdv_kernel(
     kv_head = tl.program_id(1).to(tl.int64)
     b, g = kv_head // kv_heads, kv_head % kv_heads
     rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
-    features, values, slots = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BS)
+    features, values = tl.arange(0, padded(D)), tl.arange(0, padded(E))
+    slots = tl.arange(0, padded(S))
     segment = tl.program_id(0) // tiles
     edge = origin + segment * step
     col = tl.maximum(edge, 0) + tl.program_id(0) % tiles * COLS
@@ -323,12 +311,12 @@ def joint_dkdv_kernel(
     keep = j < stop
     k = load_tile(K + of_head(k_strides, b, g), k_row, col, stop, cols, features, D, FULL)
     v = load_tile(V + of_head(v_strides, b, g), v_row, col, stop, cols, values, E, FULL)
-    if HAS_MASK:
+    if MASK is not None:
         keep = tl.load(MASK + b * mask_batch + j, mask=keep, other=0) != 0
         k = tl.where(keep[:, None], k, 0.0)
         v = tl.where(keep[:, None], v, 0.0)
-    dk = tl.zeros([COLS, BD], tl.float32)
-    dv = tl.zeros([COLS, BE], tl.float32)
+    dk = tl.zeros([COLS, padded(D)], tl.float32)
+    dv = tl.zeros([COLS, padded(E)], tl.float32)
     if FAR:
         beta = tl.load(BETA + of_head(beta_strides, b, g)).to(tl.float32)
         later = (edge + step + overlap + block - 1) // block
@@ -343,7 +331,7 @@ def joint_dkdv_kernel(
                 K_FAR + of_head(far_strides, b, g), far_row, col, stop, cols, slots, S, FULL
             )
         kept = keep
-        wide = as_float(k_far, identity(BS, k_far.dtype, THROUGH))
+        wide = as_float(k_far, identity(padded(S), k_far.dtype, THROUGH))
         if FAR_MASK is not None:
             kept = tl.load(FAR_MASK + b * far_mask_batch + j, mask=j < stop, other=0) != 0
             wide = tl.where(kept[:, None], wide, 0.0)

@@ -183,9 +183,8 @@ def chosen(name: str, near: NearPlan, far: FarPlan | None) -> tuple[Tile, dict[s
     """The tile of a kernel, named by whether there are far keys, and what follows from it."""
     d, e, s = near.q[0][-1], near.v[0][-1], slots_of(near, far)
     t = tile(("near" if far is None else "joint") + name, max(d, s), e, *near.q[2:])
-    widths = {"D": d, "E": e, "S": s, "BD": padded(d), "BE": padded(e), "BS": padded(s)}
-    flags = {"HAS_MASK": near.mask is not None, "FAR": far is not None, "SINKS": near.sinks}
-    return t, {**widths, **flags, **t.options}
+    widths = {"D": d, "E": e, "S": s, "SINKS": near.sinks}
+    return t, {**widths, **t.options}
 
 
 def tensors_of(far: Far | None, states: States | None) -> tuple[Tensor | None, ...]:
@@ -209,7 +208,7 @@ def of_queries(
     )
     cols = min(rows, MOST_KEYS)
     constants = {
-        "ROWS": rows, "COLS": cols, "BSINKS": padded(near.sinks), "CAUSAL": window.causal,
+        "ROWS": rows, "COLS": cols, "CAUSAL": window.causal,
         "NEAR": window.near, "FULL": window.whole(rows, cols) and near.mask is None,
     }  # fmt: skip
     return numbers, constants
@@ -260,8 +259,8 @@ def _segments_plan(k: Layout, v: Layout, far: FarPlan, window: Window) -> Launch
         segments_kernel, (window.states, b * heads),
         ((*row_strides(k_strides, v_strides), far.beta, far.mask or 0), heads, keys, window.step,
          window.origin),
-        S=s, E=e, BS=padded(s), BE=padded(e), ROWS=rows, FULL=window.whole(rows, rows),
-        HAS_MASK=far.mask is not None, **t.options,
+        S=s, E=e, ROWS=rows, FULL=window.whole(rows, rows),
+        **t.options,
     )  # fmt: skip
 
 

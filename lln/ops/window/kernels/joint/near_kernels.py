@@ -30,6 +30,7 @@ from lln.ops.common.kernels.features import (
     jit,
     load_tile,
     of_head,
+    padded,
     row_of,
     store_tile,
 )
@@ -52,13 +53,11 @@ def window_of(here, block, overlap, rows_per_block, keys, ROWS: tl.constexpr, CA
 
 
 @jit
-def visible(
-    start, first, last, col, rows, cols, MASK, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr
-):
+def visible(start, first, last, col, rows, cols, MASK, CAUSAL: tl.constexpr):
     """Which keys col + cols of a window a query start + rows sees."""
     j = col + cols
     keep = j < last
-    if HAS_MASK:
+    if MASK is not None:
         keep = tl.load(MASK + j, mask=keep, other=0) != 0
     seen = tl.broadcast_to(keep[None, :], [rows.shape[0], cols.shape[0]])
     if CAUSAL:
@@ -76,12 +75,11 @@ def load_sinks(
     keys,
     columns,
     COUNT: tl.constexpr,
-    BS: tl.constexpr,
     WIDTH: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
     """The rows of X at the positions of the sinks that lie outside of a window, and which do."""
-    slot = tl.arange(0, BS)
+    slot = tl.arange(0, padded(COUNT))
     position = tl.load(SINK + slot, mask=slot < COUNT, other=keys)
     outside = position < first
     if not CAUSAL:
@@ -140,17 +138,11 @@ def joint_kernel(
     D: tl.constexpr,
     E: tl.constexpr,
     S: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    BS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     SINKS: tl.constexpr,
-    BSINKS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
     NEAR: tl.constexpr,
-    FAR: tl.constexpr,
     FULL: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
@@ -159,6 +151,7 @@ def joint_kernel(
     LSE is natural and −inf without a key, or with far keys in base 2 and +inf. The features of far
     keys are the queries themselves where Q_FAR is None.
     """
+    FAR: tl.constexpr = LOGS is not None
     (
         q_strides, k_strides, v_strides, far_strides, out_strides, mask_batch, alpha_strides,
         gamma_strides,
@@ -173,10 +166,10 @@ def joint_kernel(
     K += of_head(k_strides, b, h // group)
     V += of_head(v_strides, b, h // group)
     OUT += of_head(out_strides, b, h)
-    if HAS_MASK:
+    if MASK is not None:
         MASK += b * mask_batch
     rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
-    features, values = tl.arange(0, BD), tl.arange(0, BE)
+    features, values = tl.arange(0, padded(D)), tl.arange(0, padded(E))
     start, stop, first, last = window_of(
         tl.program_id(0), block, overlap, rows_per_block, tokens, ROWS, CAUSAL
     )
@@ -184,9 +177,9 @@ def joint_kernel(
     q = load_tile(Q, q_row, start, stop, rows, features, D, FULL)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
-    total = tl.zeros([ROWS, BE], tl.float32)
+    total = tl.zeros([ROWS, padded(E)], tl.float32)
     if FAR:
-        slots = tl.arange(0, BS)
+        slots = tl.arange(0, padded(S))
         alpha = tl.load(ALPHA + of_head(alpha_strides, b, h)).to(tl.float32) * LOG2E
         gamma = tl.load(GAMMA + of_head(gamma_strides, b, h)).to(tl.float32) * LOG2E
         before, after = edges(tl.program_id(0) // rows_per_block, block, overlap, step, origin)
@@ -199,7 +192,7 @@ def joint_kernel(
             Q_FAR += of_head(far_strides, b, h)
             q_far = load_tile(Q_FAR, far_row, start, stop, rows, slots, S, FULL)
         x = (
-            as_float(q_far, identity(BS, q_far.dtype, THROUGH)) * alpha
+            as_float(q_far, identity(padded(S), q_far.dtype, THROUGH)) * alpha
             + (log_mass + gamma)[None, :]
         )
         top, weight, total = attend_scores(x, mean, top, weight, total)
@@ -211,19 +204,15 @@ def joint_kernel(
                 s = dot_scores(q, tl.trans(k)) * slope
                 top, weight, total = attend_scores(s, v, top, weight, total)
             else:
-                seen, keep = visible(start, first, last, col, rows, cols, MASK, HAS_MASK, CAUSAL)
-                if HAS_MASK:
+                seen, keep = visible(start, first, last, col, rows, cols, MASK, CAUSAL)
+                if MASK is not None:
                     v = tl.where(keep[:, None], v, 0.0)
                 top, weight, total = attend_tile(q, k, v, seen, top, weight, total, slope)
     if SINKS > 0:
         SINK += b * SINKS
-        k, outside = load_sinks(
-            SINK, K, k_row, first, last, tokens, features, SINKS, BSINKS, D, CAUSAL
-        )
-        v, outside = load_sinks(
-            SINK, V, v_row, first, last, tokens, values, SINKS, BSINKS, E, CAUSAL
-        )
-        seen = tl.broadcast_to(outside[None, :], [ROWS, BSINKS])
+        k, outside = load_sinks(SINK, K, k_row, first, last, tokens, features, SINKS, D, CAUSAL)
+        v, outside = load_sinks(SINK, V, v_row, first, last, tokens, values, SINKS, E, CAUSAL)
+        seen = tl.broadcast_to(outside[None, :], [ROWS, padded(SINKS)])
         top, weight, total = attend_tile(q, k, v, seen, top, weight, total, slope)
     empty = weight == 0.0
     out = total / tl.where(empty, 1.0, weight)[:, None]

@@ -26,6 +26,7 @@ from lln.ops.common.kernels.features import (
     load_tile,
     normalized,
     of_head,
+    padded,
     row_of,
 )
 
@@ -45,11 +46,8 @@ def segments_kernel(
     origin,
     S: tl.constexpr,
     E: tl.constexpr,
-    BS: tl.constexpr,
-    BE: tl.constexpr,
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """LOG and MEAN of one segment of keys."""
@@ -60,23 +58,23 @@ def segments_kernel(
     b, h = head // heads, head % heads
     K += of_head(k_strides, b, h)
     V += of_head(v_strides, b, h)
-    if HAS_MASK:
+    if MASK is not None:
         MASK += b * mask_batch
     beta = tl.load(BETA + of_head(beta_strides, b, h)).to(tl.float32) * LOG2E
-    rows, slots, values = tl.arange(0, ROWS), tl.arange(0, BS), tl.arange(0, BE)
-    eye = identity(BS, K.dtype.element_ty, THROUGH)
+    rows, slots, values = tl.arange(0, ROWS), tl.arange(0, padded(S)), tl.arange(0, padded(E))
+    eye = identity(padded(S), K.dtype.element_ty, THROUGH)
     begin = origin + tl.program_id(0) * step
     end = tl.minimum(begin + step, keys)
-    peak = tl.full([BS], FLOOR, tl.float32)
-    mass = tl.zeros([BS], tl.float32)
-    total = tl.zeros([BS, BE], tl.float32)
+    peak = tl.full([padded(S)], FLOOR, tl.float32)
+    mass = tl.zeros([padded(S)], tl.float32)
+    total = tl.zeros([padded(S), padded(E)], tl.float32)
     for start in range(tl.maximum(begin, 0), end, ROWS):
         k = load_tile(K, k_row, start, end, rows, slots, S, FULL)
         v = load_tile(V, v_row, start, end, rows, values, E, FULL)
         x = as_float_transposed(k, eye) * beta
-        if HAS_MASK or not FULL:
+        if MASK is not None or not FULL:
             keep = rows < end - start
-            if HAS_MASK:
+            if MASK is not None:
                 keep = tl.load(MASK + start + rows, mask=keep, other=0) != 0
                 v = tl.where(keep[:, None], v, 0.0)
             x = tl.where(keep[None, :], x, float("-inf"))
