@@ -2,7 +2,7 @@
 """Gradients of the block-diagonal softmax, alone or fused with the linear branch (LLN+Diag).
 
 One pass over q, k, v, dO writes dq, dk, dv of both branches, once the gradients of the state are
-known. With R and w of ``diag_kernels``, P = dO vᵀ and ε_i = Σ_j R_ij P_ij,
+known. With R and w of ``forward_kernels``, P = dO vᵀ and ε_i = Σ_j R_ij P_ij,
 
     dS = scale (1 − w) R (P − ε),   dq += dS k,   dk += dSᵀ q,   dv += (1 − w) Rᵀ dO.
 """

@@ -5,6 +5,10 @@
 
 A tile holds whole blocks: one of 64 tokens, or several smaller ones, told apart by a mask.
 The fused kernel reads q once for both branches.
+
+No window is walked here. Softmax needs no running maximum, and the queries that see a key are those
+of its tile: the backward pass reads q, k, v and dO once for dq, dk and dv. The kernels of larger
+windows (``wide_kernels``) read them twice, in a kernel for dq and one for dk and dv.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ from lln.ops.common.kernels.features import (
     as_float,
     dot,
     dot_add,
-    dot_scores,
     identity,
     jit,
     load_tile,
@@ -37,34 +36,7 @@ from lln.ops.common.kernels.features import (
 )
 from lln.ops.linear.kernels.read_kernels import load_log_mass, load_mean, minus_lse
 from lln.ops.window.kernels.blocks.forward_kernels import load_scales
-from lln.ops.window.kernels.blocks.wide_kernels import kept
-from lln.ops.window.kernels.joint.near_kernels import window_of
-
-
-@jit
-def pull_queries(
-    q, dout, K, V, MASK, k_row, v_row, col, last, lse, delta, slope, local, dq, epsilon, cols,
-    features, values,
-    D: tl.constexpr, E: tl.constexpr, FULL: tl.constexpr,
-    SUM: tl.constexpr,
-):  # fmt: skip
-    """Add the keys col … of a window to dq and, with SUM, to ε; ``delta`` is (1 − w) ε · scale."""
-    k = load_tile(K, k_row, col, last, cols, features, D, FULL)
-    v = load_tile(V, v_row, col, last, cols, values, E, FULL)
-    if MASK is not None or not FULL:
-        keep = kept(MASK, col, last, cols)
-        if MASK is not None:
-            k = tl.where(keep[:, None], k, 0.0)
-    r = tl.exp2(dot_scores(q, tl.trans(k)) * slope - lse[:, None])
-    if MASK is not None or not FULL:
-        r = tl.where(keep[None, :], r, 0.0)
-    dr = dot(dout, tl.trans(v))
-    if MASK is not None:
-        dr = tl.where(keep[None, :], dr, 0.0)
-    if SUM:
-        epsilon += tl.sum(r * dr, axis=1)
-    ds = r * (dr * local - delta[:, None])
-    return dot_add(ds.to(k.dtype), k, dq), epsilon
+from lln.ops.window.kernels.window_kernels import kept, pull_keys, pull_queries, window_of
 
 
 @jit
@@ -108,7 +80,6 @@ def wide_dq_kernel(
     E: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
-    UNROLL: tl.constexpr,
     FULL: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
@@ -176,20 +147,13 @@ def wide_dq_kernel(
         tl.store(DELTA + start + rows, rest * back, mask=inside)
         lse = tl.load(LSE + tokens + start + rows, mask=inside, other=float("inf"))
         epsilon = tl.zeros([ROWS], tl.float32)
-        if UNROLL > 0:
-            for step in tl.static_range(UNROLL):
-                dq, epsilon = pull_queries(
-                    q, dout, K, V, MASK, k_row, v_row, first + step * COLS, last, lse,
-                    rest * scale, slope, local * scale, dq, epsilon, cols, features, values,
-                    D, E, FULL, DMIX is not None,
-                )  # fmt: skip
-        else:
-            for col in range(first, last, COLS):
-                dq, epsilon = pull_queries(
-                    q, dout, K, V, MASK, k_row, v_row, col, last, lse,
-                    rest * scale, slope, local * scale, dq, epsilon, cols, features, values,
-                    D, E, FULL, DMIX is not None,
-                )  # fmt: skip
+        for col in range(first, last, COLS):
+            dq, r, dr = pull_queries(
+                q, dout, K, V, MASK, k_row, v_row, start, col, last, lse, rest * scale, slope,
+                local * scale, dq, rows, cols, features, values, D, E, FULL, False,
+            )  # fmt: skip
+            if DMIX is not None:
+                epsilon += tl.sum(r * dr, axis=1)
         if DMIX is not None:
             slope_mix += delta - epsilon
         store_tile(DQ, dq_row, start, stop, dq, rows, features, D, FULL)
@@ -204,42 +168,6 @@ def wide_dq_kernel(
         tl.store(DALPHA + index, tl.sum(slope_alpha) * share)
     if DMIX is not None:
         tl.store(DMIX + index, tl.sum(slope_mix))
-
-
-@jit
-def pull_keys(
-    k, v, Q, DOUT, LSE, DELTA, q_row, dout_row, start, end, j, keep, block, overlap, scale, shift,
-    dk, dv, rows, features, values,
-    D: tl.constexpr, E: tl.constexpr, FULL: tl.constexpr,
-    WHOLE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Add the queries start … < end to dk and dv; ``shift`` is log2(1 − w).
-
-    WHOLE: they are of one block.
-    """
-    q = load_tile(Q, q_row, start, end, rows, features, D, FULL)
-    dout = load_tile(DOUT, dout_row, start, end, rows, values, E, FULL)
-    i = start + rows
-    if FULL:
-        lse, delta = tl.load(LSE + i), tl.load(DELTA + i) * scale
-    else:
-        lse = tl.load(LSE + i, mask=i < end, other=float("inf"))
-        delta = tl.load(DELTA + i, mask=i < end, other=0.0) * scale
-    r = tl.exp2(dot_scores(k, tl.trans(q)) * (scale * LOG2E) - (lse - shift)[None, :])
-    if WHOLE and not FULL:
-        edge = start // block * block
-        keep = keep & (j >= edge - overlap) & (j < edge + block + overlap)
-    if MASKED or not FULL:
-        r = tl.where(keep[:, None], r, 0.0)
-    if not WHOLE:
-        edge = i // block * block
-        seen = j[:, None] >= (edge - overlap)[None, :]
-        r = tl.where(seen & (j[:, None] < (edge + block + overlap)[None, :]), r, 0.0)
-    dv = dot_add(r.to(dout.dtype), dout, dv)
-    ds = r * (dot(v, tl.trans(dout)) * scale - delta[None, :])
-    if MASKED:
-        ds = tl.where(keep[:, None], ds, 0.0)
-    return dot_add(ds.to(q.dtype), q, dk), dv
 
 
 @jit
@@ -356,7 +284,7 @@ def wide_dkdv_kernel(
                         LSE + member * tokens * 2, DELTA + member * tokens, q_row, dout_row,
                         begin + step * ROWS, end, col + cols, keep, block, overlap, scale, shift,
                         dk, dv, rows, features, values, D, E, FULL, WHOLE,
-                        MASK is not None,
+                        MASK is not None, False, False,
                     )  # fmt: skip
             else:
                 for start in range(begin, end, ROWS):
@@ -365,7 +293,7 @@ def wide_dkdv_kernel(
                         LSE + member * tokens * 2, DELTA + member * tokens, q_row, dout_row,
                         start, end, col + cols, keep, block, overlap, scale, shift,
                         dk, dv, rows, features, values, D, E, FULL, WHOLE,
-                        MASK is not None,
+                        MASK is not None, False, False,
                     )  # fmt: skip
         store_tile(DV, dv_row, col, tokens, dv, cols, values, E, FULL)
         store_tile(DK, dk_row, col, tokens, dk, cols, features, D, FULL)

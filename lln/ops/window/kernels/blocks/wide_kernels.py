@@ -3,9 +3,13 @@
 
     out_i = w Σ_l A_il M_l + (1 − w) Σ_j R_ij v_j,   R = softmax over the keys j of the window of i
 
-A tile holds queries of one block. It walks the keys of their window with a running softmax, reads
-the state of the linear branch, and stores the blend: q is read once for both branches. Where blocks
-and windows are whole tiles (FULL) and no key is masked, nothing is compared.
+A tile holds queries of one block. It walks the keys of their window with the running softmax of
+:mod:`lln.ops.window.kernels.window_kernels`, reads the state of the linear branch, and stores the
+blend: q is read once for both branches.
+
+Each branch has its own normaliser, and one state serves all queries of a head: a program merges it
+once and walks many tiles. Under one normaliser every block has a state of its own, which stands in
+the same softmax (:mod:`lln.ops.window.kernels.joint.near_kernels`); that is another kernel.
 """
 
 from __future__ import annotations
@@ -16,9 +20,7 @@ from lln.ops.common.kernels.features import (
     FLOOR,
     LOG2E,
     as_float,
-    dot,
     dot_add,
-    dot_scores,
     identity,
     jit,
     load_tile,
@@ -29,47 +31,7 @@ from lln.ops.common.kernels.features import (
 )
 from lln.ops.linear.kernels.read_kernels import store_lse, take_state
 from lln.ops.window.kernels.blocks.forward_kernels import load_scales
-from lln.ops.window.kernels.joint.near_kernels import window_of
-
-
-@jit
-def kept(MASK, col, last, cols):
-    """Which of the keys col + cols < last may be attended."""
-    keep = cols < last - col
-    if MASK is not None:
-        keep = tl.load(MASK + col + cols, mask=keep, other=0) != 0
-    return keep
-
-
-@jit
-def attend_keys(
-    q, K, V, MASK, k_row, v_row, col, last, slope, top, weight, total, cols, features, values,
-    D: tl.constexpr, E: tl.constexpr, FULL: tl.constexpr,
-    FLIP: tl.constexpr, FIRST: tl.constexpr,
-):  # fmt: skip
-    """Add the keys col … of a window to a running softmax (base 2); ``slope`` is positive.
-
-    FIRST: nothing is in it yet.
-    """
-    k = load_tile(K, k_row, col, last, cols, features, D, FULL)
-    v = load_tile(V, v_row, col, last, cols, values, E, FULL)
-    s = dot_scores(q, tl.trans(k))
-    if FLIP:
-        s = -s
-    if MASK is not None or not FULL:
-        keep = kept(MASK, col, last, cols)
-        s = tl.where(keep[None, :], s, float("-inf"))
-        if MASK is not None:
-            v = tl.where(keep[:, None], v, 0.0)
-    new = tl.maximum(top, tl.max(s, axis=1) * slope)
-    p = tl.exp2(s * slope - new[:, None])
-    if FIRST:
-        weight, total = tl.sum(p, axis=1), dot(p.to(v.dtype), v)
-    else:
-        shrink = tl.exp2(top - new)
-        weight = weight * shrink + tl.sum(p, axis=1)
-        total = dot_add(p.to(v.dtype), v, total * shrink[:, None])
-    return new, weight, total
+from lln.ops.window.kernels.window_kernels import attend_keys, window_of
 
 
 @jit
@@ -147,14 +109,14 @@ def wide_kernel(
         if UNROLL > 0:
             for step in tl.static_range(UNROLL):
                 top, weight, total = attend_keys(
-                    q, K, V, MASK, k_row, v_row, first + step * COLS, last, slope, top, weight,
-                    total, cols, features, values, D, E, FULL, FLIP, step == 0,
+                    q, K, V, MASK, k_row, v_row, start, first + step * COLS, last, slope, top,
+                    weight, total, rows, cols, features, values, D, E, FULL, False, FLIP, step == 0,
                 )  # fmt: skip
         else:
             for col in range(first, last, COLS):
                 top, weight, total = attend_keys(
-                    q, K, V, MASK, k_row, v_row, col, last, slope, top, weight, total, cols,
-                    features, values, D, E, FULL, FLIP, False,
+                    q, K, V, MASK, k_row, v_row, start, col, last, slope, top, weight, total, rows,
+                    cols, features, values, D, E, FULL, False, FLIP, False,
                 )  # fmt: skip
         out = total * ((1.0 - share) / tl.where(weight == 0.0, 1.0, weight))[:, None]
         if SAVE:

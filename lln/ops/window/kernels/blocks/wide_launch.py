@@ -150,7 +150,7 @@ def _wide_dq_plan(
     t = tile("wide_dq", d, e, dtype, device)
     rows, columns = _fitted(t.rows, t.columns, window)
     t = _narrowed(t, rows)
-    full, same = _regular(rows, columns, tokens, window)
+    full, _ = _regular(rows, columns, tokens, window)
     per_block, tiles = _tiles(rows, tokens, block)
     pieces, span = split(tiles * rows, b * heads, t, device, merged=True, program=DIAG_PROGRAM)
     dq, group = rows_of(q, d), heads // kv_heads
@@ -159,9 +159,7 @@ def _wide_dq_plan(
         wide_dq_kernel, (pieces, b * heads),
         ((*row_strides(*every), mask or 0, alpha), heads, group, tokens, block, overlap, per_block,
          tiles, span // rows, scale),
-        D=d, E=e, ROWS=rows, COLS=columns,
-        UNROLL=_unrolled(t.ahead and same, block, columns), FULL=full,
-        **t.options,
+        D=d, E=e, ROWS=rows, COLS=columns, FULL=full, **t.options,
     )  # fmt: skip
     return dq, (b * kv_heads, group * pieces, d * (e + 1)), pieces, launch
 

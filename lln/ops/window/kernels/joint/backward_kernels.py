@@ -1,5 +1,5 @@
 # type: ignore
-"""Gradients of windows, sinks and far keys; see ``near_kernels``.
+"""Gradients of windows, sinks and far keys; see ``near_kernels`` and ``window_kernels``.
 
 With δ_i = dO_i·out_i − dn_i, p_ij = exp(s_ij − n_i), p_il = exp(x_il − n_i):
 
@@ -39,13 +39,9 @@ from lln.ops.common.kernels.features import (
     row_of,
     store_tile,
 )
-from lln.ops.window.kernels.joint.near_kernels import (
-    load_sinks,
-    score_gradients,
-    visible,
-    window_of,
-)
+from lln.ops.window.kernels.joint.near_kernels import load_sinks
 from lln.ops.window.kernels.joint.state_kernels import edges, load_pair, store_state
+from lln.ops.window.kernels.window_kernels import from_natural, pull_keys, pull_queries, window_of
 
 
 @jit
@@ -148,8 +144,7 @@ def joint_dq_kernel(
         if FAR:
             lse = tl.load(LSE + at, mask=inside, other=float("inf"))
         else:
-            lse = tl.load(LSE + at, mask=inside, other=float("-inf"))
-            lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+            lse = from_natural(tl.load(LSE + at, mask=inside, other=float("-inf")))
         delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), axis=1)
         if DLSE is not None:
             delta -= tl.load(DLSE + at, mask=inside, other=0.0)
@@ -179,7 +174,7 @@ def joint_dq_kernel(
                 share, tilt = tl.sum(far, axis=1), tl.sum(far * wide, axis=1)
                 shift, slope_far = tl.sum(dfar, axis=1), tl.sum(dfar * wide, axis=1)
             if Q_FAR is None:
-                dq = dfar * (alpha / scale)
+                dq = dfar * alpha
             else:
                 store_tile(
                     DQ_FAR + of_head(dfar_strides, b, h),
@@ -187,33 +182,27 @@ def joint_dq_kernel(
                 )  # fmt: skip
         if NEAR:
             for col in range(first, last, COLS):
-                k = load_tile(K, k_row, col, last, cols, features, D, FULL)
-                v = load_tile(V, v_row, col, last, cols, values, E, FULL)
-                if FULL and not CAUSAL:
-                    p = tl.exp2(dot_scores(q, tl.trans(k)) * slope - lse[:, None])
-                    ds = p * (dot(dout, tl.trans(v)) - delta[:, None])
-                else:
-                    seen, keep = visible(start, first, last, col, rows, cols, MASK, CAUSAL)
-                    if MASK is not None:
-                        k = tl.where(keep[:, None], k, 0.0)
-                        v = tl.where(keep[:, None], v, 0.0)
-                    p, ds = score_gradients(q, k, v, dout, lse, delta, seen, slope)
-                dq = dot_add(ds.to(k.dtype), k, dq)
+                dq, r, dr = pull_queries(
+                    q, dout, K, V, MASK, k_row, v_row, start, col, last, lse, delta * scale, slope,
+                    scale, dq, rows, cols, features, values, D, E, FULL, CAUSAL,
+                )  # fmt: skip
                 if DALPHA is not None:
-                    wrong += tl.sum(ds, axis=1)
+                    wrong += tl.sum(r * (dr - delta[:, None]), axis=1)
         if SINKS > 0:
             k, outside = load_sinks(SINK, K, k_row, first, last, tokens, features, SINKS, D, CAUSAL)
             v, outside = load_sinks(SINK, V, v_row, first, last, tokens, values, SINKS, E, CAUSAL)
-            seen = tl.broadcast_to(outside[None, :], [ROWS, padded(SINKS)]) & inside[:, None]
-            p, ds = score_gradients(q, k, v, dout, lse, delta, seen, slope)
-            dq = dot_add(ds.to(k.dtype), k, dq)
+            r = tl.exp2(dot_scores(q, tl.trans(k)) * slope - lse[:, None])
+            r = tl.where(outside[None, :], r, 0.0)
+            ds = r * (dot(dout, tl.trans(v)) - delta[:, None])
             if DALPHA is not None:
                 wrong += tl.sum(ds, axis=1)
+            ds = (ds * scale).to(q.dtype)
+            dq = dot_add(ds, k, dq)
             slot = tl.arange(0, padded(SINKS))
             base = (head * all_tiles + tile) * SINKS + slot
             some = (slot < SINKS)[:, None]
-            dk = dot(tl.trans(ds.to(q.dtype)), q) * scale
-            dv = dot(tl.trans(p.to(dout.dtype)), dout)
+            dk = dot(tl.trans(ds), q)
+            dv = dot(tl.trans(r.to(dout.dtype)), dout)
             pointers = DSINK_K + base[:, None] * D + features[None, :]
             tl.store(pointers, dk, mask=some & (features < D)[None, :])
             pointers = DSINK_V + base[:, None] * E + values[None, :]
@@ -222,17 +211,7 @@ def joint_dq_kernel(
             wrong += shift
             tl.store(DALPHA + head * all_tiles + tile, tl.sum(slope_far - wrong * tilt))
             tl.store(DGAMMA + head * all_tiles + tile, tl.sum(shift - wrong * share))
-        store_tile(
-            DQ + of_head(dq_strides, b, h),
-            dq_row,
-            start,
-            stop,
-            dq * scale,
-            rows,
-            features,
-            D,
-            FULL,
-        )
+        store_tile(DQ + of_head(dq_strides, b, h), dq_row, start, stop, dq, rows, features, D, FULL)
     if FAR:
         log_mass, _, _ = load_pair(
             LOGS, MEANS, None, kv_head, tl.num_programs(1), count, before - 1, after, slots, values,
@@ -346,7 +325,7 @@ def joint_dkdv_kernel(
             at = kv_head * tl.num_programs(0) + tl.program_id(0)
             tl.store(DBETA + at, tl.sum(gradient * wide))
         if K_FAR is None:
-            dk = gradient * (beta / scale)
+            dk = gradient * beta
         else:
             store_tile(
                 DK_FAR + of_head(dfar_strides, b, g),
@@ -358,41 +337,15 @@ def joint_dkdv_kernel(
         begin = col
         if not CAUSAL:
             begin = tl.maximum(col - overlap, 0) // block * block
-        slope = scale * LOG2E
         for member in range(group):
-            h = g * group + member
-            head = kv_head * group + member
+            h, head = g * group + member, kv_head * group + member
             for start in range(begin, end, ROWS):
-                q = load_tile(
-                    Q + of_head(q_strides, b, h), q_row, start, end, rows, features, D, FULL
-                )
-                dout = load_tile(
-                    DOUT + of_head(dout_strides, b, h),
-                    dout_row, start, end, rows, values, E, FULL,
+                dk, dv = pull_keys(
+                    k, v, Q + of_head(q_strides, b, h), DOUT + of_head(dout_strides, b, h),
+                    LSE + head * tokens, DELTA + head * tokens, q_row, dout_row, start, end, j,
+                    keep, block, overlap, scale, 0.0, dk, dv, rows, features, values, D, E, FULL,
+                    FULL, MASK is not None, CAUSAL, not FAR,
                 )  # fmt: skip
-                i = start + rows
-                inside = i < end
-                if FAR:
-                    lse = tl.load(LSE + head * tokens + i, mask=inside, other=float("inf"))
-                else:
-                    lse = tl.load(LSE + head * tokens + i, mask=inside, other=float("-inf"))
-                    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-                delta = tl.load(DELTA + head * tokens + i, mask=inside, other=0.0)
-                s = dot_scores(k, tl.trans(q)) * slope - lse[None, :]
-                if not FULL:
-                    first = i // block * block
-                    seen = keep[:, None] & inside[None, :]
-                    seen = seen & (j[:, None] >= (first - overlap)[None, :])
-                    if not CAUSAL:
-                        seen = seen & (j[:, None] < (first + block + overlap)[None, :])
-                    s = tl.where(seen, s, float("-inf"))
-                if CAUSAL:
-                    s = tl.where(j[:, None] <= i[None, :], s, float("-inf"))
-                p = tl.exp2(s)
-                ds = p * (dot(v, tl.trans(dout)) - delta[None, :])
-                dv = dot_add(p.to(dout.dtype), dout, dv)
-                dk = dot_add(ds.to(q.dtype), q, dk)
-    dk *= scale
     for sink in tl.static_range(SINKS):
         mine = (j == tl.load(SINK + b * SINKS + sink))[:, None]
         base = kv_head * SINKS + sink

@@ -45,8 +45,7 @@ class Window(NamedTuple):
 
     @property
     def slope(self) -> float:
-        """The scale, never 0: gradients of far keys are divided by it until those of near ones
-        are multiplied by it, so that the two have one accumulator."""
+        """The scale, never 0, which would make −inf, a key that is not there, no number."""
         return self.scale or 1e-30
 
     @property
@@ -237,7 +236,7 @@ def _forward_plan(near: NearPlan, far: FarPlan | None, window: Window) -> tuple[
     numbers, more = of_queries(near, far, window, rows, strides)
     return out, Launch(
         joint_kernel, (window.blocks * steps(window.block, rows), b * heads), numbers,
-        **constants, **more,
+        FLIP=window.scale < 0, **constants, **more,
     )  # fmt: skip
 
 

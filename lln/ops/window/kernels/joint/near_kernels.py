@@ -1,10 +1,8 @@
 # type: ignore
-"""What the kernels of windows share, and their forward pass: near keys exactly, far ones by LLN.
+"""Near keys exactly, far ones by LLN, under one normaliser: the forward pass.
 
-Query i of block b sees the keys C·b − o … C·(b+1) + right − 1, right = o or, if causal, up to i;
-and the sinks, keys at given positions that every query sees (causal: every one after them):
-
-    s_ij = scale q_i·k_j.
+A query sees its window (:mod:`lln.ops.window.kernels.window_kernels`) and the sinks, keys at given
+positions that every query sees (causal: every one after them), with scores s_ij = scale q_i·k_j.
 
 With far keys (FAR) the block has one more tile, the slots l of their merged state (L_b, M_b),
 :mod:`lln.ops.window.kernels.joint.state_kernels`, as if they were keys with the values M_bl:
@@ -12,7 +10,7 @@ With far keys (FAR) the block has one more tile, the slots l of their merged sta
     x_il = α q_il + L_bl + γ,   n_i = log (Σ_j exp(s_ij) + Σ_l exp(x_il)),
     out_i = Σ_j exp(s_ij − n_i) v_j + Σ_l exp(x_il − n_i) M_bl
 
-Without near keys (not NEAR) there are the slots alone. FULL: every tile is whole, none is masked.
+Without near keys (not NEAR) there are the slots alone.
 """
 
 from __future__ import annotations
@@ -20,11 +18,10 @@ from __future__ import annotations
 import triton.language as tl
 
 from lln.ops.common.kernels.features import (
+    FLOOR,
     LN2,
     LOG2E,
     as_float,
-    dot,
-    dot_add,
     dot_scores,
     identity,
     jit,
@@ -35,34 +32,7 @@ from lln.ops.common.kernels.features import (
     store_tile,
 )
 from lln.ops.window.kernels.joint.state_kernels import edges, load_pair
-
-
-@jit
-def window_of(here, block, overlap, rows_per_block, keys, ROWS: tl.constexpr, CAUSAL: tl.constexpr):
-    """(first row, end of the block, start and end of the keys) of a program of queries."""
-    number = here // rows_per_block
-    start = number * block + here % rows_per_block * ROWS
-    stop = tl.minimum((number + 1) * block, keys)
-    first = tl.maximum(number * block - overlap, 0)
-    last = stop
-    if CAUSAL:
-        last = tl.minimum(stop, start + ROWS)
-    else:
-        last = tl.minimum((number + 1) * block + overlap, keys)
-    return start, stop, first, last
-
-
-@jit
-def visible(start, first, last, col, rows, cols, MASK, CAUSAL: tl.constexpr):
-    """Which keys col + cols of a window a query start + rows sees."""
-    j = col + cols
-    keep = j < last
-    if MASK is not None:
-        keep = tl.load(MASK + j, mask=keep, other=0) != 0
-    seen = tl.broadcast_to(keep[None, :], [rows.shape[0], cols.shape[0]])
-    if CAUSAL:
-        seen = seen & (j[None, :] <= (start + rows)[:, None])
-    return seen, keep
+from lln.ops.window.kernels.window_kernels import attend_keys, attend_scores, window_of
 
 
 @jit
@@ -88,33 +58,6 @@ def load_sinks(
     pointers = X + position[:, None] * row + columns[None, :]
     tile = tl.load(pointers, mask=outside[:, None] & (columns < WIDTH)[None, :], other=0.0)
     return tile, outside
-
-
-@jit
-def attend_tile(q, k, v, seen, top, weight, total, scale):
-    """Add a tile of keys to a running softmax (base 2)."""
-    s = tl.where(seen, dot_scores(q, tl.trans(k)) * scale, float("-inf"))
-    return attend_scores(s, v, top, weight, total)
-
-
-@jit
-def attend_scores(s, v, top, weight, total):
-    """The same, given their scores."""
-    new = tl.maximum(top, tl.max(s, axis=1))
-    safe = tl.where(new == float("-inf"), 0.0, new)
-    p = tl.exp2(s - safe[:, None])
-    shrink = tl.exp2(top - safe)
-    weight = weight * shrink + tl.sum(p, axis=1)
-    total = dot_add(p.to(v.dtype), v, total * shrink[:, None])
-    return new, weight, total
-
-
-@jit
-def score_gradients(q, k, v, dout, log, delta, seen, slope):
-    """(p, ds) of a tile of queries and keys."""
-    s = dot_scores(q, tl.trans(k)) * slope - log[:, None]
-    p = tl.exp2(tl.where(seen, s, float("-inf")))
-    return p, p * (dot(dout, tl.trans(v)) - delta[:, None])
 
 
 @jit
@@ -144,6 +87,7 @@ def joint_kernel(
     CAUSAL: tl.constexpr,
     NEAR: tl.constexpr,
     FULL: tl.constexpr,
+    FLIP: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """OUT and LSE of ROWS queries of one block.
@@ -173,9 +117,9 @@ def joint_kernel(
     start, stop, first, last = window_of(
         tl.program_id(0), block, overlap, rows_per_block, tokens, ROWS, CAUSAL
     )
-    slope = scale * LOG2E
+    slope = (-scale if FLIP else scale) * LOG2E
     q = load_tile(Q, q_row, start, stop, rows, features, D, FULL)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
+    top = tl.full([ROWS], FLOOR, tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, padded(E)], tl.float32)
     if FAR:
@@ -195,25 +139,22 @@ def joint_kernel(
             as_float(q_far, identity(padded(S), q_far.dtype, THROUGH)) * alpha
             + (log_mass + gamma)[None, :]
         )
-        top, weight, total = attend_scores(x, mean, top, weight, total)
+        top, weight, total = attend_scores(x, 1.0, mean, top, weight, total, True)
     if NEAR:
         for col in range(first, last, COLS):
-            k = load_tile(K, k_row, col, last, cols, features, D, FULL)
-            v = load_tile(V, v_row, col, last, cols, values, E, FULL)
-            if FULL and not CAUSAL:
-                s = dot_scores(q, tl.trans(k)) * slope
-                top, weight, total = attend_scores(s, v, top, weight, total)
-            else:
-                seen, keep = visible(start, first, last, col, rows, cols, MASK, CAUSAL)
-                if MASK is not None:
-                    v = tl.where(keep[:, None], v, 0.0)
-                top, weight, total = attend_tile(q, k, v, seen, top, weight, total, slope)
+            top, weight, total = attend_keys(
+                q, K, V, MASK, k_row, v_row, start, col, last, slope, top, weight, total, rows,
+                cols, features, values, D, E, FULL, CAUSAL, FLIP, False,
+            )  # fmt: skip
     if SINKS > 0:
         SINK += b * SINKS
         k, outside = load_sinks(SINK, K, k_row, first, last, tokens, features, SINKS, D, CAUSAL)
         v, outside = load_sinks(SINK, V, v_row, first, last, tokens, values, SINKS, E, CAUSAL)
-        seen = tl.broadcast_to(outside[None, :], [ROWS, padded(SINKS)])
-        top, weight, total = attend_tile(q, k, v, seen, top, weight, total, slope)
+        s = dot_scores(q, tl.trans(k))
+        if FLIP:
+            s = -s
+        s = tl.where(outside[None, :], s, float("-inf"))
+        top, weight, total = attend_scores(s, slope, v, top, weight, total, False)
     empty = weight == 0.0
     out = total / tl.where(empty, 1.0, weight)[:, None]
     store_tile(OUT, out_row, start, stop, out, rows, values, E, FULL)
