@@ -125,7 +125,7 @@ def trials(kernel: str, width: int) -> list[Trial]:
             for r, w, c in WIDE_SHAPES
             for s in (1, 2, 3)
             for t in through
-            for a in (False, True)
+            for a in ((False,) if kernel == "wide_dq" else (False, True))
         ]
         others += [  # more programs with fewer registers each
             Tile(64, 4, s, p, t, registers=r, columns=c)

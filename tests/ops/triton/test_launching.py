@@ -83,7 +83,7 @@ def test_what_triton_compiles_apart_is_kept_apart(launch):
 
 @pytest.mark.parametrize("name, value", [("_REMEMBERS", False), ("CompiledKernel", int)])
 def test_what_is_not_known_to_fit_goes_to_the_binder(launch, name, value, monkeypatch):
-    """An older Triton, or the interpreter, which gives back nothing."""
+    """An AMD device, or the interpreter, which gives back nothing."""
     monkeypatch.setattr(launching, name, value)
     for _ in range(3):
         launch(aligned(8), aligned(8))

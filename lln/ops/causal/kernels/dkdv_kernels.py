@@ -20,21 +20,24 @@ from lln.ops.common.kernels.features import (
     LOG2E,
     as_float,
     as_float_transposed,
+    divides,
     dot,
     dot_add,
     dot_factors,
     identity,
     jit,
     load_tile,
+    of_head,
+    row_of,
     store_tile,
 )
 
 
 @jit
-def query_factors(q, eye, alpha, lse, peak, features, D: tl.constexpr, BD: tl.constexpr):
+def query_factors(q, eye, alpha, lse, peak, features, D: tl.constexpr):
     """(aᵀ = exp(α q − ℓ − Q) as [features, queries], Q): Q is the running peak with these."""
     x = as_float_transposed(q, eye) * alpha - lse[None, :]
-    if D % BD != 0:
+    if not divides(features.shape[0], D):
         x = tl.where((features < D)[:, None], x, float("-inf"))
     top = tl.maximum(peak, tl.max(x, axis=1))
     return tl.exp2(x - top[:, None]), top
@@ -68,14 +71,7 @@ def summarize_queries_kernel(
     DELTA,
     ALPHA,
     PARTS,
-    q_batch,
-    q_head,
-    q_row,
-    dout_batch,
-    dout_head,
-    dout_row,
-    alpha_batch,
-    alpha_head,
+    strides,
     heads,
     tokens,
     span,
@@ -87,19 +83,19 @@ def summarize_queries_kernel(
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
     PRECISE: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """PARTS[head, ·] = (Σ a dO, Q, Σ a, Σ a δ) of the queries of each segment from ``first`` on."""
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        dout_row = q_row
+    q_strides, dout_strides, alpha_strides = strides
+    q_row = q_strides[2]
+    dout_row = row_of(dout_strides, q_row)
     segment, head = tl.program_id(0) + first, tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
-    Q += b * q_batch + h * q_head
-    DOUT += b * dout_batch + h * dout_head
+    Q += of_head(q_strides, b, h)
+    DOUT += of_head(dout_strides, b, h)
     LSE += head * tokens * (2 if PRECISE else 1)
     DELTA += head * tokens
-    alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32) * LOG2E
+    alpha = tl.load(ALPHA + of_head(alpha_strides, b, h)).to(tl.float32) * LOG2E
     rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
     values = tl.program_id(2) * BE + tl.arange(0, BE)
     eye = identity(BD, Q.dtype.element_ty, THROUGH)
@@ -109,11 +105,11 @@ def summarize_queries_kernel(
     total = tl.zeros([BD, BE], tl.float32)
     end = tl.minimum((segment + 1) * span, tokens)
     for start in range(segment * span, end, ROWS):
-        q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
-        dout = load_tile(DOUT, dout_row, start, end, rows, values, E, BE, FULL)
+        q = load_tile(Q, q_row, start, end, rows, features, D, FULL)
+        dout = load_tile(DOUT, dout_row, start, end, rows, values, E, FULL)
         lse = load_lse(LSE, tokens, start, end, rows, PRECISE)
         delta = tl.load(DELTA + start + rows, mask=rows < end - start, other=0.0)
-        factors, top = query_factors(q, eye, alpha, lse, peak, features, D, BD)
+        factors, top = query_factors(q, eye, alpha, lse, peak, features, D)
         shrink = tl.exp2(peak - top)
         mass = mass * shrink + tl.sum(factors, axis=1)
         extra = extra * shrink + tl.sum(factors * delta[None, :], axis=1)
@@ -139,29 +135,7 @@ def causal_dkdv_kernel(
     DK,
     DV,
     DBETA,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    dout_batch,
-    dout_head,
-    dout_row,
-    dk_batch,
-    dk_head,
-    dk_row,
-    dv_batch,
-    dv_head,
-    dv_row,
-    mask_batch,
-    alpha_batch,
-    alpha_head,
-    beta_batch,
-    beta_head,
+    strides,
     heads,
     group,
     tokens,
@@ -173,38 +147,38 @@ def causal_dkdv_kernel(
     BE: tl.constexpr,
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     PRECISE: tl.constexpr,
     WIDE: tl.constexpr,
     TERMS: tl.constexpr,
     SUMS: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DK, DV of one segment from one query head; DBETA[head, segment] if asked for."""
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        k_row = q_row
-        v_row = q_row
-        dout_row = q_row
-        dk_row = q_row
-        dv_row = q_row
+    (
+        q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, mask_batch,
+        alpha_strides, beta_strides,
+    ) = strides  # fmt: skip
+    q_row = q_strides[2]
+    k_row, v_row = row_of(k_strides, q_row), row_of(v_strides, q_row)
+    dout_row, dk_row = row_of(dout_strides, q_row), row_of(dk_strides, q_row)
+    dv_row = row_of(dv_strides, q_row)
     segment, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
-    Q += b * q_batch + h * q_head
-    K += b * k_batch + h // group * k_head
-    V += b * v_batch + h // group * v_head
-    DOUT += b * dout_batch + h * dout_head
-    DK += b * dk_batch + h * dk_head
-    DV += b * dv_batch + h * dv_head
+    Q += of_head(q_strides, b, h)
+    K += of_head(k_strides, b, h // group)
+    V += of_head(v_strides, b, h // group)
+    DOUT += of_head(dout_strides, b, h)
+    DK += of_head(dk_strides, b, h)
+    DV += of_head(dv_strides, b, h)
     LSE += head * tokens * (2 if PRECISE else 1)
     DELTA += head * tokens
-    if HAS_MASK:
+    if MASK is not None:
         MASK += b * mask_batch
-    alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32) * LOG2E
-    beta = tl.load(BETA + b * beta_batch + h // group * beta_head).to(tl.float32)
+    alpha = tl.load(ALPHA + of_head(alpha_strides, b, h)).to(tl.float32) * LOG2E
+    beta = tl.load(BETA + of_head(beta_strides, b, h // group)).to(tl.float32)
     rows, features, values = tl.arange(0, ROWS), tl.arange(0, BD), tl.arange(0, BE)
     dtype: tl.constexpr = Q.dtype.element_ty
-    masked: tl.constexpr = HAS_MASK or not FULL
+    masked: tl.constexpr = MASK is not None or not FULL
     inside = features < D
     eye = identity(BD, dtype, THROUGH)
     begin = segment * span
@@ -213,7 +187,7 @@ def causal_dkdv_kernel(
     careful = tl.load(FLAGS + index) != 0
 
     peak, mass, mean, mean_delta = state_after(
-        AFTER, head, segment, tl.num_programs(0), first, features, values, D, E, BD, BE
+        AFTER, head, segment, tl.num_programs(0), first, features, values, D, E
     )
     slope = 0.0
     chunks = tl.cdiv(end - begin, ROWS)
@@ -224,16 +198,16 @@ def causal_dkdv_kernel(
         mean_delta *= mass
     for step in range(chunks):
         start = begin + (tl.cdiv(end - begin, ROWS) - 1 - step) * ROWS
-        q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
-        k = load_tile(K, k_row, start, end, rows, features, D, BD, FULL)
-        v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
-        dout = load_tile(DOUT, dout_row, start, end, rows, values, E, BE, FULL)
+        q = load_tile(Q, q_row, start, end, rows, features, D, FULL)
+        k = load_tile(K, k_row, start, end, rows, features, D, FULL)
+        v = load_tile(V, v_row, start, end, rows, values, E, FULL)
+        dout = load_tile(DOUT, dout_row, start, end, rows, values, E, FULL)
         lse = load_lse(LSE, tokens, start, end, rows, PRECISE)
         delta = tl.load(DELTA + start + rows, mask=rows < end - start, other=0.0)
-        keep = visible_keys(MASK, start, end, rows, HAS_MASK)
-        if HAS_MASK:
+        keep = visible_keys(MASK, start, end, rows)
+        if MASK is not None:
             v = tl.where(keep[:, None], v, 0.0)
-        factors, top = query_factors(q, eye, alpha, lse, peak, features, D, BD)
+        factors, top = query_factors(q, eye, alpha, lse, peak, features, D)
         shrink = tl.exp2(peak - top)
         x = as_float(k, eye) * (beta * LOG2E)
         c = tl.exp2(x + top[None, :])
@@ -249,7 +223,7 @@ def causal_dkdv_kernel(
             dv = dot_add(c.to(dtype), mean.to(dtype), dv)
         else:
             dv = dot_add((c * earlier).to(dtype), mean.to(dtype), dv)
-        store_tile(DV, dv_row, start, end, dv, rows, values, E, BE, FULL)
+        store_tile(DV, dv_row, start, end, dv, rows, values, E, FULL)
         # c stands outside of every sum over queries, and the order saves registers
         sums = dot(v, tl.trans(mean.to(dtype))) - mean_delta[None, :]
         if not SUMS:
@@ -258,10 +232,10 @@ def causal_dkdv_kernel(
         gradient = c * (sums + dot_factors(products, tl.trans(factors), WIDE, TERMS))
         if DBETA is not None:
             clean = as_float(k, eye)
-            if HAS_MASK:
+            if MASK is not None:
                 clean = tl.where(keep[:, None], clean, 0.0)
             slope += tl.sum(gradient * clean)
-        store_tile(DK, dk_row, start, end, gradient * beta, rows, features, D, BD, FULL)
+        store_tile(DK, dk_row, start, end, gradient * beta, rows, features, D, FULL)
         if SUMS:
             mean_delta += tl.sum(factors * delta[None, :], axis=1)
             mass, mean = carry_sums(factors, dout, mass, shrink, mean)
@@ -275,26 +249,26 @@ def causal_dkdv_kernel(
         few = tl.arange(0, 16)
         for step in range(tl.cdiv(end - begin, 16)):
             start = begin + (tl.cdiv(end - begin, 16) - 1 - step) * 16
-            q = load_tile(Q, q_row, start, end, few, features, D, BD, False)
-            k = load_tile(K, k_row, start, end, few, features, D, BD, False)
-            v = load_tile(V, v_row, start, end, few, values, E, BE, False)
-            dout = load_tile(DOUT, dout_row, start, end, few, values, E, BE, False)
+            q = load_tile(Q, q_row, start, end, few, features, D, False)
+            k = load_tile(K, k_row, start, end, few, features, D, False)
+            v = load_tile(V, v_row, start, end, few, values, E, False)
+            dout = load_tile(DOUT, dout_row, start, end, few, values, E, False)
             lse = load_lse(LSE, tokens, start, end, few, PRECISE)
             delta = tl.load(DELTA + start + few, mask=few < end - start, other=0.0)
-            keep = visible_keys(MASK, start, end, few, HAS_MASK)
+            keep = visible_keys(MASK, start, end, few)
             v = tl.where(keep[:, None], v, 0.0)
             x = k.to(tl.float32) * (beta * LOG2E)
             x = tl.where(keep[:, None] & inside[None, :], x, float("-inf"))
             gradient, dv = careful_key_sums(
                 x, v.to(tl.float32), Q, DOUT, LSE, DELTA, q_row, dout_row, alpha, peak, mass,
                 mean, mean_delta, tokens, start, end, few, features, values,
-                D, E, BD, BE, PRECISE,
+                D, E, PRECISE,
             )  # fmt: skip
-            store_tile(DV, dv_row, start, end, dv, few, values, E, BE, False)
+            store_tile(DV, dv_row, start, end, dv, few, values, E, False)
             if DBETA is not None:
                 clean = tl.where(keep[:, None], k.to(tl.float32), 0.0)
                 slope += tl.sum(gradient * clean)
-            store_tile(DK, dk_row, start, end, gradient * beta, few, features, D, BD, False)
+            store_tile(DK, dk_row, start, end, gradient * beta, few, features, D, False)
             y = tl.trans(q.to(tl.float32) * alpha - lse[:, None])
             y = tl.where(inside[:, None], y, float("-inf"))
             top = tl.maximum(peak, tl.max(y, axis=1))
@@ -318,14 +292,12 @@ def state_after(
     values,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
 ):
     """(peak, mass, mean dO, mean δ) of the queries after a segment; AFTER starts at ``first``."""
-    peak = tl.full([BD], FLOOR, tl.float32)
-    mass = tl.zeros([BD], tl.float32)
-    mean = tl.zeros([BD, BE], tl.float32)
-    mean_delta = tl.zeros([BD], tl.float32)
+    peak = tl.full(features.shape, FLOOR, tl.float32)
+    mass = tl.zeros(features.shape, tl.float32)
+    mean = tl.zeros([features.shape[0], values.shape[0]], tl.float32)
+    mean_delta = tl.zeros(features.shape, tl.float32)
     if segment + 1 < segments:
         index = head * (segments - first) + segment + 1 - first
         base = AFTER + index * (D * E + 3 * D)
@@ -363,8 +335,6 @@ def careful_key_sums(
     values,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
     PRECISE: tl.constexpr,
 ):
     """(Σ_i W (v·dO_i − δ_i), Σ_i,l W dO_i) of 16 keys: later queries, then each of the tile."""

@@ -32,6 +32,8 @@ from lln.ops.common.kernels.features import (
     identity,
     jit,
     load_tile,
+    of_head,
+    row_of,
     store_tile,
 )
 from lln.ops.linear.kernels.read_kernels import minus_lse
@@ -54,26 +56,7 @@ def causal_dq_kernel(
     DELTA,
     FLAGS,
     DALPHA,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    dout_batch,
-    dout_head,
-    dout_row,
-    dq_batch,
-    dq_head,
-    dq_row,
-    mask_batch,
-    alpha_batch,
-    alpha_head,
-    beta_batch,
-    beta_head,
+    strides,
     heads,
     group,
     tokens,
@@ -84,39 +67,39 @@ def causal_dq_kernel(
     BE: tl.constexpr,
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     PRECISE: tl.constexpr,
     WIDE: tl.constexpr,
     TERMS: tl.constexpr,
     SUMS: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DQ, DELTA and FLAGS of one segment of one head; DALPHA[head, segment] if asked for.
 
     The sums over the chunk's own keys are two dots with b: (mask ∘ dO vᵀ) b and mask b.
     """
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        k_row = q_row
-        v_row = q_row
-        dout_row = q_row
-        dq_row = q_row
+    (
+        q_strides, k_strides, v_strides, dout_strides, dq_strides, mask_batch, alpha_strides,
+        beta_strides,
+    ) = strides  # fmt: skip
+    q_row = q_strides[2]
+    k_row, v_row = row_of(k_strides, q_row), row_of(v_strides, q_row)
+    dout_row, dq_row = row_of(dout_strides, q_row), row_of(dq_strides, q_row)
     segment, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
-    Q += b * q_batch + h * q_head
-    K += b * k_batch + h // group * k_head
-    V += b * v_batch + h // group * v_head
-    DOUT += b * dout_batch + h * dout_head
-    DQ += b * dq_batch + h * dq_head
+    Q += of_head(q_strides, b, h)
+    K += of_head(k_strides, b, h // group)
+    V += of_head(v_strides, b, h // group)
+    DOUT += of_head(dout_strides, b, h)
+    DQ += of_head(dq_strides, b, h)
     LSE += head * tokens * (2 if PRECISE else 1)
     DELTA += head * tokens
-    if HAS_MASK:
+    if MASK is not None:
         MASK += b * mask_batch
-    alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32)
-    beta = tl.load(BETA + b * beta_batch + h // group * beta_head).to(tl.float32) * LOG2E
+    alpha = tl.load(ALPHA + of_head(alpha_strides, b, h)).to(tl.float32)
+    beta = tl.load(BETA + of_head(beta_strides, b, h // group)).to(tl.float32) * LOG2E
     rows, features, values = tl.arange(0, ROWS), tl.arange(0, BD), tl.arange(0, BE)
     dtype: tl.constexpr = Q.dtype.element_ty
-    masked: tl.constexpr = HAS_MASK or not FULL
+    masked: tl.constexpr = MASK is not None or not FULL
     eye = identity(BD, dtype, THROUGH)
     below = rows[:, None] >= rows[None, :]
     begin = segment * span
@@ -124,23 +107,23 @@ def causal_dq_kernel(
 
     peak, mass, mean = state_before(
         BEFORE, LOG_MASS, MEAN, head // group, segment, tl.num_programs(0),
-        features, values, D, E, BD, BE,
+        features, values, D, E,
     )  # fmt: skip
-    start_key = first_key(K, k_row, MASK, beta, begin, end, rows, features, D, BD, ROWS, HAS_MASK)
+    start_key = first_key(K, k_row, MASK, beta, begin, end, rows, features, D, ROWS)
     peak = tl.where(mass == 0.0, start_key, peak)
     if SUMS:
         mean *= mass[:, None]
     jump = tl.zeros([BD], tl.float32)
     slope = 0.0
     for start in range(begin, end, ROWS):
-        q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
-        k = load_tile(K, k_row, start, end, rows, features, D, BD, FULL)
-        v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
-        dout = load_tile(DOUT, dout_row, start, end, rows, values, E, BE, FULL)
-        keep = visible_keys(MASK, start, end, rows, HAS_MASK)
-        if HAS_MASK:
+        q = load_tile(Q, q_row, start, end, rows, features, D, FULL)
+        k = load_tile(K, k_row, start, end, rows, features, D, FULL)
+        v = load_tile(V, v_row, start, end, rows, values, E, FULL)
+        dout = load_tile(DOUT, dout_row, start, end, rows, values, E, FULL)
+        keep = visible_keys(MASK, start, end, rows)
+        if MASK is not None:
             v = tl.where(keep[:, None], v, 0.0)
-        factors, top = key_factors(k, eye, beta, peak, keep, features, D, BD, masked)
+        factors, top = key_factors(k, eye, beta, peak, keep, features, D, masked)
         jump = tl.maximum(jump, top - peak)
         shrink = tl.exp2(peak - top)
         earlier = (mass * shrink)[None, :]
@@ -165,7 +148,7 @@ def causal_dq_kernel(
         gradient = a * sums
         if DALPHA is not None:
             slope += tl.sum(gradient * as_float(q, eye))
-        store_tile(DQ, dq_row, start, end, gradient * alpha, rows, features, D, BD, FULL)
+        store_tile(DQ, dq_row, start, end, gradient * alpha, rows, features, D, FULL)
         tl.store(DELTA + start + rows, delta, mask=rows < end - start)
         peak = top
 
@@ -176,26 +159,26 @@ def causal_dq_kernel(
         slope = 0.0
         peak, mass, mean = state_before(
             BEFORE, LOG_MASS, MEAN, head // group, segment, tl.num_programs(0),
-            features, values, D, E, BD, BE,
+            features, values, D, E,
         )  # fmt: skip
         few = tl.arange(0, 16)
         for start in range(begin, end, 16):
-            q = load_tile(Q, q_row, start, end, few, features, D, BD, False).to(tl.float32)
-            k = load_tile(K, k_row, start, end, few, features, D, BD, False)
-            v = load_tile(V, v_row, start, end, few, values, E, BE, False)
-            dout = load_tile(DOUT, dout_row, start, end, few, values, E, BE, False).to(tl.float32)
-            keep = visible_keys(MASK, start, end, few, HAS_MASK)
+            q = load_tile(Q, q_row, start, end, few, features, D, False).to(tl.float32)
+            k = load_tile(K, k_row, start, end, few, features, D, False)
+            v = load_tile(V, v_row, start, end, few, values, E, False)
+            dout = load_tile(DOUT, dout_row, start, end, few, values, E, False).to(tl.float32)
+            keep = visible_keys(MASK, start, end, few)
             v = tl.where(keep[:, None], v, 0.0)
             x = minus_lse(q * (alpha * LOG2E), LSE, tokens, start, end, few, 0.0, PRECISE)
             first, weights = careful_query_sums(
                 x, dout, K, V, k_row, v_row, MASK, beta, peak, mass, mean, start, end,
-                few, features, values, D, E, BD, BE, HAS_MASK,
+                few, features, values, D, E,
             )  # fmt: skip
             delta = tl.sum(first, axis=1)
             gradient = first - delta[:, None] * weights
             if DALPHA is not None:
                 slope += tl.sum(gradient * q)
-            store_tile(DQ, dq_row, start, end, gradient * alpha, few, features, D, BD, False)
+            store_tile(DQ, dq_row, start, end, gradient * alpha, few, features, D, False)
             tl.store(DELTA + start + few, delta, mask=few < end - start)
             y = k.to(tl.float32) * beta
             y = tl.where(keep[:, None] & (features < D)[None, :], y, float("-inf"))
@@ -227,9 +210,6 @@ def careful_query_sums(
     values,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    HAS_MASK: tl.constexpr,
 ):
     """(Σ_j W v_j·dO, Σ_j W) as [16 rows, features]; x = α q − ℓ."""
     log_mass = tl.where(mass > 0.0, peak + tl.log2(mass), float("-inf"))
@@ -238,7 +218,7 @@ def careful_query_sums(
     inside = (features < D)[None, :]
     for index in range(start, tl.minimum(start + 16, end)):
         keep = True
-        if HAS_MASK:
+        if MASK is not None:
             keep = tl.load(MASK + index) != 0
         if keep:
             y = x + one_key(K, k_row, beta, index, features, D)

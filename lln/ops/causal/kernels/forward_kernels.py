@@ -24,12 +24,15 @@ from lln.ops.common.kernels.features import (
     LOG2E,
     as_float,
     as_float_transposed,
+    divides,
     dot,
     dot_add,
     dot_factors,
     identity,
     jit,
     load_tile,
+    of_head,
+    row_of,
     store_tile,
 )
 from lln.ops.linear.kernels.read_kernels import store_lse
@@ -49,14 +52,12 @@ def first_key(
     rows,
     features,
     D: tl.constexpr,
-    BD: tl.constexpr,
     ROWS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
 ):
     """Exponents of the first visible key of begin … end: a peak that all later rows can see."""
     index = begin
     width = D
-    if HAS_MASK:
+    if MASK is not None:
         index = end
         for start in range(begin, end, ROWS):
             keep = tl.load(MASK + start + rows, mask=rows < end - start, other=0) != 0
@@ -68,10 +69,10 @@ def first_key(
 
 
 @jit
-def visible_keys(MASK, start, end, rows, HAS_MASK: tl.constexpr):
+def visible_keys(MASK, start, end, rows):
     """Which keys start + rows exist and may be attended."""
     keep = rows < end - start
-    if HAS_MASK:
+    if MASK is not None:
         keep = tl.load(MASK + start + rows, mask=keep, other=0) != 0
     return keep
 
@@ -85,12 +86,11 @@ def key_factors(
     keep,
     features,
     D: tl.constexpr,
-    BD: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """(bᵀ = exp(β k − R) as [features, keys], R): R is the running peak with these keys."""
     x = as_float_transposed(k, eye) * scale
-    if D % BD != 0:
+    if not divides(features.shape[0], D):
         x = tl.where((features < D)[:, None], x, float("-inf"))
     if MASKED:
         x = tl.where(keep[None, :], x, float("-inf"))
@@ -127,23 +127,7 @@ def causal_kernel(
     BEFORE,
     LOG_MASS,
     MEAN,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    out_batch,
-    out_head,
-    out_row,
-    mask_batch,
-    alpha_batch,
-    alpha_head,
-    beta_batch,
-    beta_head,
+    strides,
     heads,
     group,
     tokens,
@@ -154,12 +138,10 @@ def causal_kernel(
     BE: tl.constexpr,
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     PRECISE: tl.constexpr,
     WIDE: tl.constexpr,
     TERMS: tl.constexpr,
     SUMS: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """OUT and LSE of one segment of ``span`` tokens of one head.
@@ -167,45 +149,45 @@ def causal_kernel(
     WIDE is the dtype of the factors a and b: it must have the exponents of float32. SUMS: what is
     carried are sums instead of means, for dtypes with these exponents: fewer instructions.
     """
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        k_row = q_row
-        v_row = q_row
-        out_row = q_row
+    q_strides, k_strides, v_strides, out_strides, mask_batch, alpha_strides, beta_strides = strides
+    q_row = q_strides[2]
+    k_row, v_row = row_of(k_strides, q_row), row_of(v_strides, q_row)
+    out_row = row_of(out_strides, q_row)
     segment, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
-    Q += b * q_batch + h * q_head
-    K += b * k_batch + h // group * k_head
-    V += b * v_batch + h // group * v_head
-    OUT += b * out_batch + h * out_head
+    Q += of_head(q_strides, b, h)
+    K += of_head(k_strides, b, h // group)
+    V += of_head(v_strides, b, h // group)
+    OUT += of_head(out_strides, b, h)
     LSE += head * tokens * (2 if PRECISE else 1)
-    if HAS_MASK:
+    if MASK is not None:
         MASK += b * mask_batch
-    alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32) * LOG2E
-    beta = tl.load(BETA + b * beta_batch + h // group * beta_head).to(tl.float32) * LOG2E
+    alpha = tl.load(ALPHA + of_head(alpha_strides, b, h)).to(tl.float32) * LOG2E
+    beta = tl.load(BETA + of_head(beta_strides, b, h // group)).to(tl.float32) * LOG2E
     rows, features, values = tl.arange(0, ROWS), tl.arange(0, BD), tl.arange(0, BE)
     dtype: tl.constexpr = Q.dtype.element_ty
-    masked: tl.constexpr = HAS_MASK or not FULL
+    masked: tl.constexpr = MASK is not None or not FULL
     eye = identity(BD, dtype, THROUGH)
     begin = segment * span
     end = tl.minimum(begin + span, tokens)
 
     peak, mass, mean = state_before(
         BEFORE, LOG_MASS, MEAN, head // group, segment, tl.num_programs(0),
-        features, values, D, E, BD, BE,
+        features, values, D, E,
     )  # fmt: skip
-    start_key = first_key(K, k_row, MASK, beta, begin, end, rows, features, D, BD, ROWS, HAS_MASK)
+    start_key = first_key(K, k_row, MASK, beta, begin, end, rows, features, D, ROWS)
     peak = tl.where(mass == 0.0, start_key, peak)
     if SUMS:
         mean *= mass[:, None]
     jump = tl.zeros([BD], tl.float32)
     for start in range(begin, end, ROWS):
-        q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
-        k = load_tile(K, k_row, start, end, rows, features, D, BD, FULL)
-        v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
-        keep = visible_keys(MASK, start, end, rows, HAS_MASK)
-        if HAS_MASK:
+        q = load_tile(Q, q_row, start, end, rows, features, D, FULL)
+        k = load_tile(K, k_row, start, end, rows, features, D, FULL)
+        v = load_tile(V, v_row, start, end, rows, values, E, FULL)
+        keep = visible_keys(MASK, start, end, rows)
+        if MASK is not None:
             v = tl.where(keep[:, None], v, 0.0)
-        factors, top = key_factors(k, eye, beta, peak, keep, features, D, BD, masked)
+        factors, top = key_factors(k, eye, beta, peak, keep, features, D, masked)
         jump = tl.maximum(jump, top - peak)
         shrink = tl.exp2(peak - top)
         earlier = (mass * shrink)[None, :]
@@ -230,7 +212,7 @@ def causal_kernel(
         else:
             out = dot((scores * norm).to(dtype), v)
             out = dot_add((carried * norm).to(dtype), before, out)
-        store_tile(OUT, out_row, start, end, out, rows, values, E, BE, FULL)
+        store_tile(OUT, out_row, start, end, out, rows, values, E, FULL)
         store_lse(LSE, tokens, start, end, rows, highest, weight, PRECISE)
         peak = top
 
@@ -238,21 +220,21 @@ def causal_kernel(
         tl.debug_barrier()  # what the loop stored is overwritten by other threads
         peak, mass, mean = state_before(
             BEFORE, LOG_MASS, MEAN, head // group, segment, tl.num_programs(0),
-            features, values, D, E, BD, BE,
+            features, values, D, E,
         )  # fmt: skip
         few = tl.arange(0, 16)
         for start in range(begin, end, 16):
-            q = load_tile(Q, q_row, start, end, few, features, D, BD, False)
-            k = load_tile(K, k_row, start, end, few, features, D, BD, False)
-            v = load_tile(V, v_row, start, end, few, values, E, BE, False)
-            keep = visible_keys(MASK, start, end, few, HAS_MASK)
+            q = load_tile(Q, q_row, start, end, few, features, D, False)
+            k = load_tile(K, k_row, start, end, few, features, D, False)
+            v = load_tile(V, v_row, start, end, few, values, E, False)
+            keep = visible_keys(MASK, start, end, few)
             v = tl.where(keep[:, None], v, 0.0)
             highest, weight, out = careful_rows(
                 q, K, V, k_row, v_row, MASK, alpha, beta, peak, mass, mean, start, end,
-                few, features, values, D, E, BD, BE, HAS_MASK,
+                few, features, values, D, E,
             )  # fmt: skip
             out *= inverse(weight)[:, None]
-            store_tile(OUT, out_row, start, end, out, few, values, E, BE, False)
+            store_tile(OUT, out_row, start, end, out, few, values, E, False)
             store_lse(LSE, tokens, start, end, few, highest, weight, PRECISE)
             x = k.to(tl.float32) * beta
             x = tl.where(keep[:, None] & (features < D)[None, :], x, float("-inf"))
@@ -289,9 +271,6 @@ def careful_rows(
     values,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    HAS_MASK: tl.constexpr,
 ):
     """(top, weight, sum) of 16 rows: the carried state, then each key of the tile by itself."""
     x = q.to(tl.float32) * alpha
@@ -304,7 +283,7 @@ def careful_rows(
     inside = (features < D)[None, :]
     for index in range(start, tl.minimum(start + 16, end)):
         keep = True
-        if HAS_MASK:
+        if MASK is not None:
             keep = tl.load(MASK + index) != 0
         if keep:
             y = x + one_key(K, k_row, beta, index, features, D)

@@ -16,7 +16,6 @@ from lln.ops.causal.kernels.state_kernels import scan_kernel
 from lln.ops.common.kernels.launching import (
     Launch,
     Layout,
-    alike,
     layout,
     planned,
     row_strides,
@@ -94,9 +93,9 @@ class Scales(NamedTuple):
     alpha: tuple[int, ...]
     beta: tuple[int, ...]
 
-    def numbers(self, heads: int, group: int, tokens: int, span: int) -> tuple[int, ...]:
-        """The arguments of a kernel after its tensors' strides."""
-        return self.mask or 0, *self.alpha, *self.beta, heads, group, tokens, span
+    def beside(self, *strides: tuple[int, ...]) -> tuple[Any, ...]:
+        """All strides that a kernel is told, those of tensors with rows first."""
+        return *row_strides(*strides), self.mask or 0, self.alpha, self.beta
 
 
 def _constants(t: Tile, shape: torch.Size, e: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -117,7 +116,6 @@ def _constants(t: Tile, shape: torch.Size, e: int, dtype: torch.dtype) -> dict[s
 def _of_keys(scales: Scales, t: Tile, dtype: torch.dtype) -> dict[str, Any]:
     """What those that see keys have beside it."""
     return {
-        "HAS_MASK": scales.mask is not None,
         **factors(dtype),
         **carry_options(t, dtype),
     }
@@ -148,11 +146,10 @@ def _causal_plan(
     count, span = segments(tokens, b * heads, device)
     out = rows_of(q, e)
     t = tile("causal", d, e, dtype, device)
-    every = q[1], k[1], v[1], out[1]
     launch = Launch(
         causal_kernel, (count, b * heads),
-        (*row_strides(*every), *scales.numbers(heads, heads // kv_heads, tokens, span)),
-        **_constants(t, shape, e, dtype), **_of_keys(scales, t, dtype), ALIKE=alike(*every),
+        (scales.beside(q[1], k[1], v[1], out[1]), heads, heads // kv_heads, tokens, span),
+        **_constants(t, shape, e, dtype), **_of_keys(scales, t, dtype),
     )  # fmt: skip
     return (count, span), out, launch
 
@@ -218,20 +215,17 @@ def _causal_backward_plan(
             ((b, heads, tokens, width), (heads * tokens * width, tokens * width, width, 1))
             for width in (d, e)
         )
-    numbers = scales.numbers(heads, group, tokens, span)
-    given = q[1], k[1], v[1], dout
+    numbers, given = (heads, group, tokens, span), (q[1], k[1], v[1], dout)
     t = tile("causal_dq", d, e, dtype, device)
     launch_dq = Launch(
-        causal_dq_kernel, (count, b * heads), (*row_strides(*given, dq[1]), *numbers),
+        causal_dq_kernel, (count, b * heads), (scales.beside(*given, dq[1]), *numbers),
         **_constants(t, shape, e, dtype), **_of_keys(scales, t, dtype),
-        ALIKE=alike(*given, dq[1]),
     )  # fmt: skip
     t = tile("causal_dkdv", d, e, dtype, device)
     launch_dkdv = Launch(
         causal_dkdv_kernel, (count, b * heads),
-        (*row_strides(*given, dk[1], dv[1]), *numbers, first),
+        (scales.beside(*given, dk[1], dv[1]), *numbers, first),
         **_constants(t, shape, e, dtype), **_of_keys(scales, t, dtype),
-        ALIKE=alike(*given, dk[1], dv[1]),
     )  # fmt: skip
     return (count, span), (dq, dk, dv), launch_dq, launch_dkdv
 
@@ -261,6 +255,6 @@ def _queries_plan(
     t = tile("summarize", d, e, dtype, device)
     return Launch(
         summarize_queries_kernel, (count - first, b * heads),
-        (*row_strides(q[1], dout[1]), *alpha, heads, tokens, span, first),
-        **_constants(t, shape, e, dtype), ALIKE=alike(q[1], dout[1]),
+        ((*row_strides(q[1], dout[1]), alpha), heads, tokens, span, first),
+        **_constants(t, shape, e, dtype),
     )  # fmt: skip

@@ -17,13 +17,11 @@ def load_state(
     values,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
 ):
     """(peak, mass, mean) of a state given by its natural log mass and mean; empty if None."""
-    peak = tl.full([BD], FLOOR, tl.float32)
-    mass = tl.zeros([BD], tl.float32)
-    mean = tl.zeros([BD, BE], tl.float32)
+    peak = tl.full(features.shape, FLOOR, tl.float32)
+    mass = tl.zeros(features.shape, tl.float32)
+    mean = tl.zeros([features.shape[0], values.shape[0]], tl.float32)
     if LOG_MASS is not None:
         inside = features < D
         block = inside[:, None] & (values < E)[None, :]
@@ -59,7 +57,7 @@ def scan_kernel(
     features = tl.program_id(1) * BD + tl.arange(0, BD)
     values = tl.program_id(2) * BE + tl.arange(0, BE)
     size: tl.constexpr = D * E + VECTORS * D
-    peak, mass, total = load_state(LOG_MASS, MEAN, head, features, values, D, E, BD, BE)
+    peak, mass, total = load_state(LOG_MASS, MEAN, head, features, values, D, E)
     total *= mass[:, None]
     extra = tl.zeros([BD], tl.float32)
     base = PARTS + (head * count + (count - 1 if REVERSE else 0)) * size
@@ -140,14 +138,12 @@ def state_before(
     values,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
 ):
     """(peak, mass, mean) before a segment: the given state, or what the scan has merged."""
-    peak, mass, mean = load_state(LOG_MASS, MEAN, kv_head, features, values, D, E, BD, BE)
+    peak, mass, mean = load_state(LOG_MASS, MEAN, kv_head, features, values, D, E)
     if segment > 0:
         index = kv_head * (segments - 1) + segment - 1
-        peak, mass, total = load_parts(BEFORE, index, 1, features, values, D, E, BD, BE)
+        peak, mass, total = load_parts(BEFORE, index, 1, features, values, D, E)
         mean = total * inverse(mass)[:, None]
     return peak, mass, mean
 

@@ -13,7 +13,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from lln.ops.common.kernels import tiles
+
 jit: Any = triton.jit  # to a type checker a kernel is no Python: each kernel file opts out of it
+known: Any = triton.constexpr_function  # computed by the compiler, in Python
+padded: Any = known(tiles.padded)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 FLOOR = tl.constexpr(-3.0e38)
@@ -112,6 +116,28 @@ def as_float_transposed(tile, eye):
 
 
 @jit
+def of_head(strides, b, h):
+    """How far head h of sample b is from the first one."""
+    return b * strides[0] + h * strides[1]
+
+
+@jit
+def row_of(strides, first):
+    """How far two rows are apart: as far as those of the ``first`` tensor if nothing is said.
+
+    Then one set of addresses inside a tile serves both, which saves registers; see
+    :func:`lln.ops.common.kernels.launching.row_strides`.
+    """
+    return first if strides[2] is None else strides[2]
+
+
+@known
+def divides(block, width):
+    """Whether blocks of so many columns fill the width, so that none of them lies outside."""
+    return width % block == 0
+
+
+@jit
 def load_tile(
     pointer,
     stride,
@@ -120,13 +146,12 @@ def load_tile(
     rows,
     columns,
     WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """Rows start + rows < end of a matrix [·, WIDTH], zero outside; FULL: all rows exist."""
     base = pointer + tl.cast(start, tl.int64) * stride
     pointers = base + rows[:, None] * stride + columns[None, :]
-    if WIDTH % BLOCK == 0:
+    if divides(columns.shape[0], WIDTH):
         if FULL:
             tile = tl.load(pointers)
         else:
@@ -147,14 +172,13 @@ def store_tile(
     rows,
     columns,
     WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """The counterpart of :func:`load_tile`, in the dtype of ``pointer``."""
     base = pointer + tl.cast(start, tl.int64) * stride
     pointers = base + rows[:, None] * stride + columns[None, :]
     value = value.to(pointer.dtype.element_ty)
-    if WIDTH % BLOCK == 0:
+    if divides(columns.shape[0], WIDTH):
         if FULL:
             tl.store(pointers, value)
         else:
@@ -173,16 +197,14 @@ def load_parts(
     values,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
 ):
     """Merge ``count`` consecutive partial states: (peak, mass, sum) with mass, sum / 2^peak.
 
     A part is D·E sums, D peaks and D masses, in this order.
     """
-    peak = tl.full([BD], FLOOR, tl.float32)
-    mass = tl.zeros([BD], tl.float32)
-    total = tl.zeros([BD, BE], tl.float32)
+    peak = tl.full(features.shape, FLOOR, tl.float32)
+    mass = tl.zeros(features.shape, tl.float32)
+    total = tl.zeros([features.shape[0], values.shape[0]], tl.float32)
     inside = features < D
     block = inside[:, None] & (values < E)[None, :]
     for part in range(count):

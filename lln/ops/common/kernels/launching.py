@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
@@ -27,9 +26,8 @@ R = TypeVar("R")
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 # Bits of an address that are 0 where Triton's kernels for aligned memory fit, as in whole tensors.
 ALIGNED = 15
-# Compiled kernels take all arguments of their source since 3.3; AMD's depend on more of a tensor.
+# AMD's compiled kernels depend on more of a tensor.
 _REMEMBERS = os.environ.get("LLN_DIRECT_LAUNCH", "1") != "0" and torch.version.hip is None
-_REMEMBERS = _REMEMBERS and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
 
 
 def layout(x: Tensor) -> Layout:
@@ -57,14 +55,16 @@ def rows_of(like: Layout, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]
     return (b, h, n, width), (h * n * width, n * width, width, 1)
 
 
-def row_strides(*strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Batch, head and row strides of every tensor, one after the other."""
-    return tuple(step for x in strides for step in x[:3])
+def row_strides(*strides: tuple[int, ...]) -> tuple[tuple[int | None, ...], ...]:
+    """Batch, head and row strides of every tensor.
 
-
-def alike(*strides: tuple[int, ...]) -> bool:
-    """Whether the rows of all are equally far apart, as they are in most models."""
-    return len({x[2] for x in strides}) == 1
+    Where the rows of all are equally far apart, as they are in most models, only the first one has
+    a row stride: see :func:`lln.ops.common.kernels.features.row_of`.
+    """
+    first, *others = (x[:3] for x in strides)
+    if all(x[2] == first[2] for x in others):
+        others = [(*x[:2], None) for x in others]
+    return first, *others
 
 
 class Launch:

@@ -36,16 +36,6 @@ def floats(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape, dtype=torch.float32)
 
 
-def strides(x: Tensor) -> tuple[int, ...]:
-    """Batch, head and row strides."""
-    return x.stride()[:3]
-
-
-def alike(*tensors: Tensor, dim: int = 2) -> bool:
-    """Whether the rows of all are equally far apart, as they are in most models."""
-    return all(x.stride(dim) == tensors[0].stride(dim) for x in tensors)
-
-
 def on_device(x: Tensor) -> AbstractContextManager[Any]:
     """Launch on the device of ``x``; free when it is the current one."""
     if x.is_cuda and x.device.index != torch.cuda.current_device():

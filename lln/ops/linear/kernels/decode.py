@@ -46,7 +46,7 @@ def _decode_impl(q, k, v, log_mass, mean, alpha, beta, key_mask) -> tuple[Tensor
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
             mask_stride(key_mask) or 0, *alpha.stride(), *beta.stride(),
             kv_heads, q.shape[1] // kv_heads,
-            D=d, E=e, BD=padded(d), BE=block, HAS_MASK=key_mask is not None, num_warps=4,
+            D=d, E=e, BD=padded(d), BE=block, num_warps=4,
         )  # fmt: skip
     return out, new_log_mass, new_mean
 

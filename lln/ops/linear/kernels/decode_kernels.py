@@ -40,7 +40,6 @@ def decode_kernel(
     E: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
-    HAS_MASK: tl.constexpr,
 ):
     """The state of one key head after one key, and what its ``group`` queries read from it."""
     head = tl.program_id(0).to(tl.int64)
@@ -57,7 +56,7 @@ def decode_kernel(
     v = tl.load(V + b * v_batch + h * v_head + values, mask=values < E, other=0.0)
     x = tl.where(inside, k.to(tl.float32) * beta, float("-inf"))
     v = v.to(tl.float32)
-    if HAS_MASK:
+    if MASK is not None:
         keep = tl.load(MASK + b * mask_batch) != 0
         x = tl.where(keep, x, float("-inf"))
         v = tl.where(keep, v, 0.0)

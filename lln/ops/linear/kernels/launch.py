@@ -14,7 +14,6 @@ from torch import Tensor
 from lln.ops.common.kernels.launching import (
     Launch,
     Layout,
-    alike,
     layout,
     planned,
     row_strides,
@@ -98,10 +97,9 @@ def _summarize_plan(
     keys = min(keys, count * span)
     return (b * heads, count, d * (e + 2)), Launch(
         summarize_kernel, (count, b * heads, columns),
-        (*row_strides(k_strides, v_strides), *beta, mask or 0, heads, keys, span),
+        ((*row_strides(k_strides, v_strides), beta, mask or 0), heads, keys, span),
         D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows,
-        FULL=keys % t.rows == 0 and span % t.rows == 0, HAS_MASK=mask is not None,
-        ALIKE=alike(k_strides, v_strides), **t.options,
+        FULL=keys % t.rows == 0 and span % t.rows == 0, **t.options,
     )  # fmt: skip
 
 
@@ -144,11 +142,10 @@ def _read_plan(
     rows = rows_of(q, e)
     return rows, Launch(
         read_kernel, (pieces, b * heads, columns),
-        (*row_strides(q_strides, rows[1]), *(lse_strides(q) if save else (0, 0)), *alpha,
+        ((*row_strides(q_strides, rows[1]), lse_strides(q) if save else (0, 0), alpha),
          heads, heads // kv_heads, queries, span, count),
         D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=queries % t.rows == 0,
-        NATURAL=natural, PRECISE=dtype == torch.float32, SAVE=save,
-        ALIKE=alike(q_strides, rows[1]), **t.options,
+        NATURAL=natural, PRECISE=dtype == torch.float32, SAVE=save, **t.options,
     )  # fmt: skip
 
 
@@ -187,11 +184,10 @@ def _read_backward_plan(
     group = heads // kv_heads
     launch = Launch(
         read_backward_kernel, (pieces, b * heads, columns),
-        (*row_strides(q_strides, dout, rows[1]), *lse[:2], *alpha, heads, group, queries, span,
+        ((*row_strides(q_strides, dout, rows[1]), lse[:2], alpha), heads, group, queries, span,
          share),
         D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=queries % t.rows == 0,
-        NATURAL=natural, PRECISE=dtype == torch.float32,
-        ALIKE=alike(q_strides, dout, rows[1]), **t.options,
+        NATURAL=natural, PRECISE=dtype == torch.float32, **t.options,
     )  # fmt: skip
     return rows, (b * kv_heads, group * pieces, d * (e + 1)), (b, heads, pieces), launch
 
@@ -243,11 +239,10 @@ def _summarize_backward_plan(
     dk, dv = rows_of(k, d), rows_of(v, e)
     launch = Launch(
         summarize_backward_kernel, (pieces, b * heads),
-        (*row_strides(k_strides, v_strides, dk[1], dv[1]), *beta, mask or 0, heads, keys,
+        ((*row_strides(k_strides, v_strides, dk[1], dv[1]), beta, mask or 0), heads, keys,
          span, count),
         D=d, E=e, BD=padded(d), BE=value_block(d, e, dtype, t), ROWS=t.rows,
-        FULL=keys % t.rows == 0, HAS_MASK=mask is not None,
-        ALIKE=alike(k_strides, v_strides, dk[1], dv[1]), **t.options,
+        FULL=keys % t.rows == 0, **t.options,
     )  # fmt: skip
     return dk, dv, (b, heads, pieces), launch
 

@@ -8,7 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
-from lln.ops.common.kernels.library import alike, floats, on_device
+from lln.ops.common.kernels.launching import row_strides
+from lln.ops.common.kernels.library import floats, on_device
 from lln.ops.common.kernels.tiles import Tile, padded, split, tile, value_block
 from lln.ops.linear.kernels.launch import Merged, precise
 from lln.ops.linear.kernels.plan_kernels import plan_kernel
@@ -42,9 +43,9 @@ class Plan(NamedTuple):
         return Plan(table, cu, items, span)
 
 
-def _strides(x: Tensor) -> tuple[int, int, int]:
+def _strides(*tensors: Tensor) -> tuple[tuple[int | None, ...], ...]:
     """Batch (none), head and row strides of [T, H, D]."""
-    return 0, x.stride(1), x.stride(0)
+    return row_strides(*((0, x.stride(1), x.stride(0)) for x in tensors))
 
 
 def empty_packed_state(k: Tensor, v: Tensor, cu_k: Tensor) -> Merged:
@@ -70,10 +71,10 @@ def summarize(k: Tensor, v: Tensor, cu_k: Tensor, beta: Tensor, key_mask: Tensor
     columns = min(padded(e), 128)
     with on_device(k):
         summarize_kernel[(plan.items, heads, triton.cdiv(e, block))](
-            k, v, beta, key_mask, parts, plan.table, cu_k, *_strides(k), *_strides(v),
-            *beta.stride(), 0, heads, tokens, plan.span,
+            k, v, beta, key_mask, parts, plan.table, cu_k,
+            (*_strides(k, v), beta.stride(), 0), heads, tokens, plan.span,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=False,
-            HAS_MASK=key_mask is not None, ALIKE=alike(k, v, dim=0), **t.options,
+            **t.options,
         )  # fmt: skip
         merge_kernel[(beta.numel(), triton.cdiv(d, 4), triton.cdiv(e, columns))](
             parts, *state, plan.table, plan.items, heads, 0,
@@ -90,12 +91,11 @@ def read(q: Tensor, cu_q: Tensor, alpha: Tensor, state: Merged, out: Tensor, lse
     plan = Plan.make(cu_q, tokens, heads, t)
     with on_device(q):
         read_kernel[(plan.items, heads, triton.cdiv(e, block))](
-            q, out, lse, alpha, None, *state, plan.table, cu_q, *_strides(q), *_strides(out),
-            0, lse.stride(0), *alpha.stride(),
+            q, out, lse, alpha, None, *state, plan.table, cu_q,
+            (*_strides(q, out), (0, lse.stride(0)), alpha.stride()),
             heads, heads // state.mean.shape[1], tokens, plan.span, 0,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=False,
-            NATURAL=False, PRECISE=precise(q), SAVE=True, ALIKE=alike(q, out, dim=0),
-            **t.options,
+            NATURAL=False, PRECISE=precise(q), SAVE=True, **t.options,
         )  # fmt: skip
 
 
@@ -114,10 +114,10 @@ def read_backward(
     with on_device(q):
         read_backward_kernel[(plan.items, heads, triton.cdiv(e, block))](
             q, dout, lse, alpha, None, state.log_mass, state.mean, dq, parts, slopes,
-            plan.table, cu_q, *_strides(q), *_strides(dout), *_strides(dq), 0, lse.stride(0),
-            *alpha.stride(), heads, group, tokens, plan.span, 1.0,
+            plan.table, cu_q, (*_strides(q, dout, dq), (0, lse.stride(0)), alpha.stride()),
+            heads, group, tokens, plan.span, 1.0,
             D=d, E=e, BD=padded(d), BE=block, ROWS=t.rows, FULL=False,
-            NATURAL=False, PRECISE=precise(q), ALIKE=alike(q, dout, dq, dim=0), **t.options,
+            NATURAL=False, PRECISE=precise(q), **t.options,
         )  # fmt: skip
     total = _add_parts(parts, plan, sequences, kv_heads, group)
     return total, None if slopes is None else _add_parts(slopes, plan, sequences, heads, 1)
@@ -147,9 +147,8 @@ def summarize_backward(
     with on_device(k):
         summarize_backward_kernel[(plan.items, heads)](
             k, v, beta, key_mask, norm, parts, dk, dv, slopes, plan.table, cu_k,
-            *_strides(k), *_strides(v), *_strides(dk), *_strides(dv), *beta.stride(), 0,
-            heads, tokens, plan.span, 1,
+            (*_strides(k, v, dk, dv), beta.stride(), 0), heads, tokens, plan.span, 1,
             D=d, E=e, BD=padded(d), BE=value_block(d, e, k.dtype, t), ROWS=t.rows, FULL=False,
-            HAS_MASK=key_mask is not None, ALIKE=alike(k, v, dk, dv, dim=0), **t.options,
+            **t.options,
         )  # fmt: skip
     return None if slopes is None else _add_parts(slopes, plan, cu_k.shape[0] - 1, heads, 1)

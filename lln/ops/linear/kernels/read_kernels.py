@@ -28,6 +28,8 @@ from lln.ops.common.kernels.features import (
     load_tile,
     locate,
     normalized,
+    of_head,
+    row_of,
     store_tile,
 )
 
@@ -62,8 +64,6 @@ def take_state(
     values,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
     NATURAL: tl.constexpr,
     SAVE: tl.constexpr,
 ):
@@ -76,7 +76,7 @@ def take_state(
         mean = load_mean(MEAN, kv_head, features, values, D, E)
     else:
         first = kv_head * count
-        peak, mass, total = load_parts(PARTS, first, count, features, values, D, E, BD, BE)
+        peak, mass, total = load_parts(PARTS, first, count, features, values, D, E)
         log_mass, mean = normalized(peak, mass, total)
         if SAVE and first_reader:
             inside = features < D
@@ -124,16 +124,7 @@ def read_kernel(
     NORM,
     PLAN,
     CU,
-    q_batch,
-    q_head,
-    q_row,
-    out_batch,
-    out_head,
-    out_row,
-    lse_batch,
-    lse_head,
-    alpha_batch,
-    alpha_head,
+    strides,
     heads,
     group,
     queries,
@@ -148,7 +139,6 @@ def read_kernel(
     NATURAL: tl.constexpr,
     PRECISE: tl.constexpr,
     SAVE: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """OUT of ``span`` queries of one head.
@@ -157,34 +147,35 @@ def read_kernel(
     program merges for itself; then the first program of each key head stores the merged state.
     SAVE asks for LSE, which the backward pass needs.
     """
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        out_row = q_row
+    q_strides, out_strides, lse_strides, alpha_strides = strides
+    q_row = q_strides[2]
+    out_row = row_of(out_strides, q_row)
     total = queries
     b, h, part, first, queries, _ = locate(PLAN, CU, heads, queries)
     kv_head = (b * heads + h) // group
-    Q += b * q_batch + h * q_head + first * q_row
-    OUT += b * out_batch + h * out_head + first * out_row
-    scale = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32) * LOG2E
+    Q += of_head(q_strides, b, h) + first * q_row
+    OUT += of_head(out_strides, b, h) + first * out_row
+    scale = tl.load(ALPHA + of_head(alpha_strides, b, h)).to(tl.float32) * LOG2E
     rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
     values = tl.program_id(2) * BE + tl.arange(0, BE)
     if SAVE:
-        LSE += b * lse_batch + h * lse_head + first
+        LSE += of_head(lse_strides, b, h) + first
     log_mass, mean = take_state(
         PARTS, LOG_MASS, MEAN, NORM, kv_head, count, part == 0 and h % group == 0,
-        features, values, D, E, BD, BE, NATURAL, SAVE,
+        features, values, D, E, NATURAL, SAVE,
     )  # fmt: skip
     mean = mean.to(Q.dtype.element_ty)
     eye = identity(BD, Q.dtype.element_ty, THROUGH)
 
     end = tl.minimum((part + 1) * span, queries)
     for start in range(part * span, end, ROWS):
-        q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
+        q = load_tile(Q, q_row, start, end, rows, features, D, FULL)
         x = as_float(q, eye) * scale + log_mass[None, :]
         top = tl.maximum(tl.max(x, axis=1), FLOOR)
         p = tl.exp2(x - top[:, None])
         weight = tl.sum(p, axis=1)
         out = dot(p.to(mean.dtype), mean) * (1.0 / tl.where(weight == 0.0, 1.0, weight))[:, None]
-        store_tile(OUT, out_row, start, end, out, rows, values, E, BE, FULL)
+        store_tile(OUT, out_row, start, end, out, rows, values, E, FULL)
         if SAVE and tl.program_id(2) == 0:
             store_lse(LSE, total, start, end, rows, top, weight, PRECISE)
 
@@ -203,19 +194,7 @@ def read_backward_kernel(
     DALPHA,
     PLAN,
     CU,
-    q_batch,
-    q_head,
-    q_row,
-    dout_batch,
-    dout_head,
-    dout_row,
-    dq_batch,
-    dq_head,
-    dq_row,
-    lse_batch,
-    lse_head,
-    alpha_batch,
-    alpha_head,
+    strides,
     heads,
     group,
     queries,
@@ -229,7 +208,6 @@ def read_backward_kernel(
     FULL: tl.constexpr,
     NATURAL: tl.constexpr,
     PRECISE: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DQ of ``span`` queries and their part of (dM, g); DALPHA[head, part] if asked for.
@@ -237,18 +215,18 @@ def read_backward_kernel(
     Without DQ only the parts: LLN+Diag writes dq elsewhere. All is weighed by ``share``, or by MIX
     per head.
     """
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        dout_row = q_row
-        dq_row = q_row
+    q_strides, dout_strides, dq_strides, lse_strides, alpha_strides = strides
+    q_row = q_strides[2]
+    dout_row, dq_row = row_of(dout_strides, q_row), row_of(dq_strides, q_row)
     tokens = queries
     b, h, part, first, queries, index = locate(PLAN, CU, heads, queries)
     kv_head = (b * heads + h) // group
-    Q += b * q_batch + h * q_head + first * q_row
-    DOUT += b * dout_batch + h * dout_head + first * dout_row
+    Q += of_head(q_strides, b, h) + first * q_row
+    DOUT += of_head(dout_strides, b, h) + first * dout_row
     if DQ is not None:
-        DQ += b * dq_batch + h * dq_head + first * dq_row
-    LSE += b * lse_batch + h * lse_head + first
-    alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32)
+        DQ += of_head(dq_strides, b, h) + first * dq_row
+    LSE += of_head(lse_strides, b, h) + first
+    alpha = tl.load(ALPHA + of_head(alpha_strides, b, h)).to(tl.float32)
     if MIX is not None:
         share = tl.load(MIX + h).to(tl.float32)
     rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
@@ -263,8 +241,8 @@ def read_backward_kernel(
     slope = tl.zeros([ROWS, BD], tl.float32)
     end = tl.minimum((part + 1) * span, queries)
     for start in range(part * span, end, ROWS):
-        q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
-        dout = load_tile(DOUT, dout_row, start, end, rows, mine, E, BE, FULL)
+        q = load_tile(Q, q_row, start, end, rows, features, D, FULL)
+        dout = load_tile(DOUT, dout_row, start, end, rows, mine, E, FULL)
         x = as_float(q, eye) * (alpha * LOG2E) + log_mass[None, :]
         p = tl.exp2(minus_lse(x, LSE, tokens, start, end, rows, 0.0, PRECISE))
         if E <= BE:
@@ -274,7 +252,7 @@ def read_backward_kernel(
             for block in range(0, E, BE):
                 values = block + tl.arange(0, BE)
                 other_mean = load_mean(MEAN, kv_head, features, values, D, E)
-                other_dout = load_tile(DOUT, dout_row, start, end, rows, values, E, BE, FULL)
+                other_dout = load_tile(DOUT, dout_row, start, end, rows, values, E, FULL)
                 g = dot_add(other_dout, tl.trans(other_mean.to(mean.dtype)), g)
         delta = tl.sum(p * g, axis=1)
         weighted += p * delta[:, None]
@@ -283,7 +261,7 @@ def read_backward_kernel(
             if DALPHA is not None:
                 slope += gradient * as_float(q, eye)
             if tl.program_id(2) == 0:
-                store_tile(DQ, dq_row, start, end, gradient * slope_q, rows, features, D, BD, FULL)
+                store_tile(DQ, dq_row, start, end, gradient * slope_q, rows, features, D, FULL)
         dmean = dot_add(tl.trans(p.to(dout.dtype)), dout, dmean)
 
     base = PARTS + index * (D * E + D)

@@ -28,6 +28,8 @@ from lln.ops.common.kernels.features import (
     load_tile,
     locate,
     normalized,
+    of_head,
+    row_of,
     store_tile,
 )
 
@@ -41,15 +43,7 @@ def summarize_kernel(
     PARTS,
     PLAN,
     CU,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    beta_batch,
-    beta_head,
-    mask_batch,
+    strides,
     heads,
     keys,
     span,
@@ -59,19 +53,18 @@ def summarize_kernel(
     BE: tl.constexpr,
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """PARTS[head, part] = (sum, peak, mass) of keys part·span … (part + 1)·span."""
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        v_row = k_row
+    k_strides, v_strides, beta_strides, mask_batch = strides
+    k_row = k_strides[2]
+    v_row = row_of(v_strides, k_row)
     b, h, part, first, keys, index = locate(PLAN, CU, heads, keys)
-    K += b * k_batch + h * k_head + first * k_row
-    V += b * v_batch + h * v_head + first * v_row
-    if HAS_MASK:
+    K += of_head(k_strides, b, h) + first * k_row
+    V += of_head(v_strides, b, h) + first * v_row
+    if MASK is not None:
         MASK += b * mask_batch + first
-    scale = tl.load(BETA + b * beta_batch + h * beta_head).to(tl.float32) * LOG2E
+    scale = tl.load(BETA + of_head(beta_strides, b, h)).to(tl.float32) * LOG2E
     rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
     values = tl.program_id(2) * BE + tl.arange(0, BE)
 
@@ -82,12 +75,12 @@ def summarize_kernel(
     total = tl.zeros([BD, BE], tl.float32)
     end = tl.minimum((part + 1) * span, keys)
     for start in range(part * span, end, ROWS):
-        k = load_tile(K, k_row, start, end, rows, features, D, BD, FULL)
-        v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
+        k = load_tile(K, k_row, start, end, rows, features, D, FULL)
+        v = load_tile(V, v_row, start, end, rows, values, E, FULL)
         x = as_float_transposed(k, eye) * scale  # [BD, ROWS]: features attend to keys
-        if HAS_MASK or not FULL:
+        if MASK is not None or not FULL:
             keep = rows < end - start
-            if HAS_MASK:
+            if MASK is not None:
                 keep = tl.load(MASK + start + rows, mask=keep, other=0) != 0
                 v = tl.where(keep[:, None], v, 0.0)
             x = tl.where(keep[None, :], x, float("-inf"))
@@ -209,12 +202,10 @@ def load_gradients(
     values,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
 ):
     """Sum of ``count`` gradient parts: dM of a block of features and values, g of the features."""
-    dmean = tl.zeros([BD, BE], tl.float32)
-    g = tl.zeros([BD], tl.float32)
+    dmean = tl.zeros([features.shape[0], values.shape[0]], tl.float32)
+    g = tl.zeros(features.shape, tl.float32)
     inside = features < D
     block = inside[:, None] & (values < E)[None, :]
     for part in range(count):
@@ -237,21 +228,7 @@ def summarize_backward_kernel(
     DBETA,
     PLAN,
     CU,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    dk_batch,
-    dk_head,
-    dk_row,
-    dv_batch,
-    dv_head,
-    dv_row,
-    beta_batch,
-    beta_head,
-    mask_batch,
+    strides,
     heads,
     keys,
     span,
@@ -262,8 +239,6 @@ def summarize_backward_kernel(
     BE: tl.constexpr,
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DK, DV of ``span`` keys; DBETA[head, part] if asked for. B is scaled by its largest entry.
@@ -271,19 +246,19 @@ def summarize_backward_kernel(
     exp(β k − peak) ≤ 1 keeps its bits in float16 whatever the number of keys; the factor
     exp(peak − L) = 1 / mass goes into dM and g, where it is applied once per program.
     """
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        v_row = k_row
-        dk_row = k_row
-        dv_row = k_row
+    k_strides, v_strides, dk_strides, dv_strides, beta_strides, mask_batch = strides
+    k_row = k_strides[2]
+    v_row, dk_row = row_of(v_strides, k_row), row_of(dk_strides, k_row)
+    dv_row = row_of(dv_strides, k_row)
     b, h, part, first, keys, index = locate(PLAN, CU, heads, keys)
     head = b * heads + h
-    K += b * k_batch + h * k_head + first * k_row
-    V += b * v_batch + h * v_head + first * v_row
-    DK += b * dk_batch + h * dk_head + first * dk_row
-    DV += b * dv_batch + h * dv_head + first * dv_row
-    if HAS_MASK:
+    K += of_head(k_strides, b, h) + first * k_row
+    V += of_head(v_strides, b, h) + first * v_row
+    DK += of_head(dk_strides, b, h) + first * dk_row
+    DV += of_head(dv_strides, b, h) + first * dv_row
+    if MASK is not None:
         MASK += b * mask_batch + first
-    beta = tl.load(BETA + b * beta_batch + h * beta_head).to(tl.float32)
+    beta = tl.load(BETA + of_head(beta_strides, b, h)).to(tl.float32)
     rows, features = tl.arange(0, ROWS), tl.arange(0, BD)
     inside = features < D
     dtype: tl.constexpr = V.dtype.element_ty
@@ -294,46 +269,46 @@ def summarize_backward_kernel(
     mass = tl.load(NORM + D + features, mask=inside, other=0.0)
     shrink = tl.where(mass == 0.0, 0.0, 1.0 / tl.where(mass == 0.0, 1.0, mass))
     values = tl.arange(0, BE)
-    dmean, g = load_gradients(PARTS, head * count, count, features, values, D, E, BD, BE)
+    dmean, g = load_gradients(PARTS, head * count, count, features, values, D, E)
     g *= shrink
     weight = (dmean * shrink[:, None]).to(dtype)
 
     slope = tl.zeros([ROWS, BD], tl.float32)
     end = tl.minimum((part + 1) * span, keys)
     for start in range(part * span, end, ROWS):
-        k = load_tile(K, k_row, start, end, rows, features, D, BD, FULL)
+        k = load_tile(K, k_row, start, end, rows, features, D, FULL)
         x = as_float(k, eye) * (beta * LOG2E)
-        if HAS_MASK or not FULL:
+        if MASK is not None or not FULL:
             keep = rows < end - start
-            if HAS_MASK:
+            if MASK is not None:
                 keep = tl.load(MASK + start + rows, mask=keep, other=0) != 0
             x = tl.where(keep[:, None], x, float("-inf"))
         p = tl.exp2(x - peak[None, :])
         ph = p.to(dtype)
         gradient = tl.zeros([ROWS, BD], tl.float32) + g[None, :]
         if E <= BE:
-            v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
-            if HAS_MASK:
+            v = load_tile(V, v_row, start, end, rows, values, E, FULL)
+            if MASK is not None:
                 v = tl.where(keep[:, None], v, 0.0)
-            store_tile(DV, dv_row, start, end, dot(ph, weight), rows, values, E, BE, FULL)
+            store_tile(DV, dv_row, start, end, dot(ph, weight), rows, values, E, FULL)
             gradient = dot_add(v, tl.trans(weight), gradient)
         else:
             for column in range(0, E, BE):
                 # with several value blocks the gradient parts are already merged: count == 1
                 block = column + values
-                dmean, _ = load_gradients(PARTS, head, 1, features, block, D, E, BD, BE)
+                dmean, _ = load_gradients(PARTS, head, 1, features, block, D, E)
                 weight = (dmean * shrink[:, None]).to(dtype)
-                v = load_tile(V, v_row, start, end, rows, block, E, BE, FULL)
-                if HAS_MASK:
+                v = load_tile(V, v_row, start, end, rows, block, E, FULL)
+                if MASK is not None:
                     v = tl.where(keep[:, None], v, 0.0)
-                store_tile(DV, dv_row, start, end, dot(ph, weight), rows, block, E, BE, FULL)
+                store_tile(DV, dv_row, start, end, dot(ph, weight), rows, block, E, FULL)
                 gradient = dot_add(v, tl.trans(weight), gradient)
         gradient *= p
         if DBETA is not None:
             clean = as_float(k, eye)
-            if HAS_MASK:
+            if MASK is not None:
                 clean = tl.where(keep[:, None], clean, 0.0)
             slope += gradient * clean
-        store_tile(DK, dk_row, start, end, gradient * beta, rows, features, D, BD, FULL)
+        store_tile(DK, dk_row, start, end, gradient * beta, rows, features, D, FULL)
     if DBETA is not None:
         tl.store(DBETA + index, tl.sum(slope))

@@ -70,7 +70,7 @@ def _moments_plan(
     q_span, k_span = whole_tiles(queries, count, t), whole_tiles(keys, count, t)
     return (rows, count, 3), Launch(
         moments_kernel, (count, rows),
-        (*row_strides(q_strides, k_strides), query_mask or 0, key_mask or 0, b, heads, kv_heads,
+        ((*row_strides(q_strides, k_strides), query_mask or 0, key_mask or 0), b, heads, kv_heads,
          queries, keys, q_span, k_span),
         D=d, BD=padded(d), ROWS=t.rows,
         FULL=0 < queries == count * q_span and 0 < keys == count * k_span, STAGES=t.stages,

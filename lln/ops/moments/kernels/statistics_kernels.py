@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from lln.ops.common.kernels.features import jit, load_tile
+from lln.ops.common.kernels.features import jit, load_tile, of_head, row_of
 
 
 @jit
@@ -19,14 +19,7 @@ def moments_kernel(
     QUERY_MASK,
     KEY_MASK,
     PARTS,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    query_mask_batch,
-    key_mask_batch,
+    strides,
     samples,
     heads,
     kv_heads,
@@ -41,12 +34,15 @@ def moments_kernel(
     STAGES: tl.constexpr,
 ):
     """PARTS[head, part] = (count, mean, squared deviation): query heads first, then key heads."""
+    q_strides, k_strides, query_mask_batch, key_mask_batch = strides
+    q_row = q_strides[2]
+    k_row = row_of(k_strides, q_row)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     index = head * tl.num_programs(0) + part
     if head < samples * heads:
         b, h = head // heads, head % heads
         _moments(
-            Q + b * q_batch + h * q_head, q_row, QUERY_MASK, b * query_mask_batch,
+            Q + of_head(q_strides, b, h), q_row, QUERY_MASK, b * query_mask_batch,
             PARTS + index * 3, part * q_span, tl.minimum((part + 1) * q_span, queries),
             D, BD, ROWS, FULL, STAGES,
         )  # fmt: skip
@@ -54,7 +50,7 @@ def moments_kernel(
         head -= samples * heads
         b, h = head // kv_heads, head % kv_heads
         _moments(
-            K + b * k_batch + h * k_head, k_row, KEY_MASK, b * key_mask_batch,
+            K + of_head(k_strides, b, h), k_row, KEY_MASK, b * key_mask_batch,
             PARTS + index * 3, part * k_span, tl.minimum((part + 1) * k_span, keys),
             D, BD, ROWS, FULL, STAGES,
         )  # fmt: skip
@@ -77,13 +73,13 @@ def _moments(
 ):
     """Count, mean and squared deviation of rows begin … end of one head."""
     rows, columns = tl.arange(0, ROWS), tl.arange(0, BD)
-    x, keep = _tile(X, x_row, MASK, mask_offset, begin, end, rows, columns, D, BD, FULL)
+    x, keep = _tile(X, x_row, MASK, mask_offset, begin, end, rows, columns, D, FULL)
     center = tl.sum(x) / tl.maximum(tl.sum(keep.to(tl.float32)) * D, 1.0)
     count = tl.zeros([ROWS], tl.float32)
     first = tl.zeros([ROWS, BD], tl.float32)
     second = tl.zeros([ROWS, BD], tl.float32)
     for start in tl.range(begin, end, ROWS, num_stages=STAGES):
-        x, keep = _tile(X, x_row, MASK, mask_offset, start, end, rows, columns, D, BD, FULL)
+        x, keep = _tile(X, x_row, MASK, mask_offset, start, end, rows, columns, D, FULL)
         x -= center
         if not FULL or MASK is not None:
             x = tl.where(keep[:, None], x, 0.0)
@@ -110,11 +106,10 @@ def _tile(
     rows,
     columns,
     D: tl.constexpr,
-    BD: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """A tile in float32, zero where masked, and which of its rows count."""
-    x = load_tile(X, x_row, start, end, rows, columns, D, BD, FULL).to(tl.float32)
+    x = load_tile(X, x_row, start, end, rows, columns, D, FULL).to(tl.float32)
     keep = rows < end - start
     if MASK is not None:
         keep = tl.load(MASK + mask_offset + start + rows, mask=keep, other=0) != 0

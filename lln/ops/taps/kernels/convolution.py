@@ -79,7 +79,7 @@ def _forward_plan(
     onto_strides = NOWHERE if onto is None else onto[1]
     return out, Launch(
         convolve_kernel, (pieces, b * heads),
-        (*row_strides(v_strides, onto_strides, out[1]), taps, mask or 0, heads, heads // kv_heads,
+        ((*row_strides(v_strides, onto_strides, out[1]), taps, mask or 0), heads, heads // kv_heads,
          tokens, span),
         E=e, BE=padded(e), TAPS=taps, BEFORE=before, ROWS=t.rows, HALO=padded(taps - 1),
         num_warps=t.warps, num_stages=t.stages,
@@ -150,7 +150,7 @@ def _backward_plan(
     shape = b, heads, pieces, t.rows, t.rows + halo
     launch = Launch(
         convolve_backward_kernel, (pieces, b * heads),
-        (*row_strides(dout[1], v_strides, dv[1]), taps, mask or 0, heads, tokens, span),
+        ((*row_strides(dout[1], v_strides, dv[1]), taps, mask or 0), heads, tokens, span),
         E=e, BE=padded(e), TAPS=taps, AFTER=taps - 1 - before, GROUP=dout[0][1] // heads,
         ROWS=t.rows, HALO=halo, ADD=added, num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip

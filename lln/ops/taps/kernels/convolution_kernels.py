@@ -15,7 +15,16 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from lln.ops.common.kernels.features import dot, dot_add, jit, load_tile, store_tile
+from lln.ops.common.kernels.features import (
+    divides,
+    dot,
+    dot_add,
+    jit,
+    load_tile,
+    of_head,
+    row_of,
+    store_tile,
+)
 
 
 @jit
@@ -37,13 +46,11 @@ def seen(MASK, index, inside):
 
 
 @jit
-def load_around(
-    pointer, stride, MASK, first, tokens, rows, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
+def load_around(pointer, stride, MASK, first, tokens, rows, columns, WIDTH: tl.constexpr):
     """Rows first + rows of a matrix [tokens, WIDTH]; zero where no valid token is."""
     index = first + rows
     inside = seen(MASK, index, (index >= 0) & (index < tokens))[:, None]
-    if WIDTH % BLOCK != 0:
+    if not divides(columns.shape[0], WIDTH):
         inside = inside & (columns < WIDTH)[None, :]
     pointers = pointer + tl.cast(index, tl.int64)[:, None] * stride + columns[None, :]
     return tl.load(pointers, mask=inside, other=0.0)
@@ -56,17 +63,7 @@ def convolve_kernel(
     ONTO,
     MASK,
     OUT,
-    v_batch,
-    v_head,
-    v_row,
-    onto_batch,
-    onto_head,
-    onto_row,
-    out_batch,
-    out_head,
-    out_row,
-    w_head,
-    mask_batch,
+    strides,
     heads,
     group,
     tokens,
@@ -79,13 +76,16 @@ def convolve_kernel(
     HALO: tl.constexpr,
 ):
     """OUT of ``span`` tokens of one of ``heads``; ``group`` of them share a head of V and W."""
+    v_strides, onto_strides, out_strides, w_head, mask_batch = strides
+    v_row = v_strides[2]
+    onto_row, out_row = row_of(onto_strides, v_row), row_of(out_strides, v_row)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
-    V += b * v_batch + h // group * v_head
+    V += of_head(v_strides, b, h // group)
     W += h // group * w_head
-    OUT += b * out_batch + h * out_head
+    OUT += of_head(out_strides, b, h)
     if ONTO is not None:
-        ONTO += b * onto_batch + h * onto_head
+        ONTO += of_head(onto_strides, b, h)
     if MASK is not None:
         MASK += b * mask_batch
     rows, halo, values = tl.arange(0, ROWS), tl.arange(0, HALO), tl.arange(0, BE)
@@ -95,12 +95,12 @@ def convolve_kernel(
     end = tl.minimum((part + 1) * span, tokens)
     for start in range(part * span, end, ROWS):
         first = start - BEFORE
-        near = load_around(V, v_row, MASK, first, tokens, rows, values, E, BE)
-        far = load_around(V, v_row, MASK, first + ROWS, tokens, halo, values, E, BE)
+        near = load_around(V, v_row, MASK, first, tokens, rows, values, E)
+        far = load_around(V, v_row, MASK, first + ROWS, tokens, halo, values, E)
         out = dot_add(after, far, dot(own, near))
         if ONTO is not None:
-            out += load_tile(ONTO, onto_row, start, end, rows, values, E, BE, False).to(tl.float32)
-        store_tile(OUT, out_row, start, end, out, rows, values, E, BE, False)
+            out += load_tile(ONTO, onto_row, start, end, rows, values, E, False).to(tl.float32)
+        store_tile(OUT, out_row, start, end, out, rows, values, E, False)
 
 
 @jit
@@ -111,17 +111,7 @@ def convolve_backward_kernel(
     MASK,
     DV,
     PARTS,
-    dout_batch,
-    dout_head,
-    dout_row,
-    v_batch,
-    v_head,
-    v_row,
-    dv_batch,
-    dv_head,
-    dv_row,
-    w_head,
-    mask_batch,
+    strides,
     heads,
     tokens,
     span,
@@ -140,15 +130,18 @@ def convolve_backward_kernel(
     heads of DOUT share one of V. What is None is not computed. ADD: to what DV holds, rounded
     before and after as two tensors are that torch adds.
     """
+    dout_strides, v_strides, dv_strides, w_head, mask_batch = strides
+    dout_row = dout_strides[2]
+    v_row, dv_row = row_of(v_strides, dout_row), row_of(dv_strides, dout_row)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
-    DOUT += b * dout_batch + h * GROUP * dout_head
-    V += b * v_batch + h * v_head
+    DOUT += of_head(dout_strides, b, h * GROUP)
+    V += of_head(v_strides, b, h)
     W += h * w_head
     if MASK is not None:
         MASK += b * mask_batch
     if DV is not None:
-        DV += b * dv_batch + h * dv_head
+        DV += of_head(dv_strides, b, h)
     rows, halo, values = tl.arange(0, ROWS), tl.arange(0, HALO), tl.arange(0, BE)
     dtype: tl.constexpr = DOUT.dtype.element_ty
     own = band_tile(W, rows, rows, 0, TAPS, True).to(dtype)
@@ -160,11 +153,11 @@ def convolve_backward_kernel(
         first = start - AFTER
         gradient = tl.zeros([ROWS, BE], tl.float32)
         if PARTS is not None:
-            v = load_around(V, v_row, MASK, start, end, rows, values, E, BE)
+            v = load_around(V, v_row, MASK, start, end, rows, values, E)
         for member in tl.static_range(GROUP):
-            dout = DOUT + member * dout_head
-            near = load_around(dout, dout_row, None, first, tokens, rows, values, E, BE)
-            far = load_around(dout, dout_row, None, first + ROWS, tokens, halo, values, E, BE)
+            dout = DOUT + member * dout_strides[1]
+            near = load_around(dout, dout_row, None, first, tokens, rows, values, E)
+            far = load_around(dout, dout_row, None, first + ROWS, tokens, halo, values, E)
             if DV is not None:
                 gradient = dot_add(after, far, dot_add(own, near, gradient))
             if PARTS is not None:
@@ -175,9 +168,9 @@ def convolve_backward_kernel(
                 kept = seen(MASK, start + rows, start + rows < end)
                 gradient = tl.where(kept[:, None], gradient, 0.0)
             if ADD:
-                other = load_tile(DV, dv_row, start, end, rows, values, E, BE, False)
+                other = load_tile(DV, dv_row, start, end, rows, values, E, False)
                 gradient = gradient.to(other.dtype).to(tl.float32) + other.to(tl.float32)
-            store_tile(DV, dv_row, start, end, gradient, rows, values, E, BE, False)
+            store_tile(DV, dv_row, start, end, gradient, rows, values, E, False)
     if PARTS is not None:
         width: tl.constexpr = ROWS + HALO
         base = PARTS + (head * tl.num_programs(0) + part) * ROWS * width + rows[:, None] * width

@@ -2,7 +2,7 @@
 """Gradients of the block-diagonal softmax, alone or fused with the linear branch (LLN+Diag).
 
 One pass over q, k, v, dO writes dq, dk, dv of both branches, once the gradients of the state are
-known. With R and w of ``diag_kernels``, P = dO vᵀ and ε_i = Σ_j R_ij P_ij,
+known. With R and w of ``forward_kernels``, P = dO vᵀ and ε_i = Σ_j R_ij P_ij,
 
     dS = scale (1 − w) R (P − ε),   dq += dS k,   dk += dSᵀ q,   dv += (1 − w) Rᵀ dO.
 """
@@ -20,6 +20,9 @@ from lln.ops.common.kernels.features import (
     identity,
     jit,
     load_tile,
+    of_head,
+    padded,
+    row_of,
     store_tile,
 )
 from lln.ops.linear.kernels.read_kernels import load_log_mass, load_mean, minus_lse
@@ -60,9 +63,6 @@ def query_gradients(
     DMIX,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    ROWS: tl.constexpr,
     FULL: tl.constexpr,
     MASKED: tl.constexpr,
     LINEAR: tl.constexpr,
@@ -71,9 +71,9 @@ def query_gradients(
     ADD: tl.constexpr,
 ):
     """Store dq of a tile of one query head and its slopes; return q, dO, weighted R and dS."""
-    q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
-    dout = load_tile(DOUT, dout_row, start, end, rows, values, E, BE, FULL)
-    dq = tl.zeros([ROWS, BD], tl.float32)
+    q = load_tile(Q, q_row, start, end, rows, features, D, FULL)
+    dout = load_tile(DOUT, dout_row, start, end, rows, values, E, FULL)
+    dq = tl.zeros([rows.shape[0], features.shape[0]], tl.float32)
     # the average weighs both branches by ½, which is exact as one less in the exponent of a row
     extra: tl.constexpr = 1.0 if AVERAGE else 0.0
     twice: tl.constexpr = 2.0 if AVERAGE else 1.0
@@ -108,8 +108,8 @@ def query_gradients(
     ds = (r * (dr * scale - (epsilon * scale)[:, None])).to(q.dtype)
     dq = dot_add(ds, k, dq)
     if ADD:
-        dq += 0.5 * load_tile(DQ, dq_row, start, end, rows, features, D, BD, FULL).to(tl.float32)
-    store_tile(DQ, dq_row, start, end, dq, rows, features, D, BD, FULL)
+        dq += 0.5 * load_tile(DQ, dq_row, start, end, rows, features, D, FULL).to(tl.float32)
+    store_tile(DQ, dq_row, start, end, dq, rows, features, D, FULL)
     if DMIX is not None:
         tl.store(DMIX, tl.sum(delta - epsilon))
     return q, dout, r.to(dout.dtype), ds
@@ -136,33 +136,7 @@ def diag_backward_kernel(
     DALPHA,
     DBETA,
     DMIX,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    dout_batch,
-    dout_head,
-    dout_row,
-    dq_batch,
-    dq_head,
-    dq_row,
-    dk_batch,
-    dk_head,
-    dk_row,
-    dv_batch,
-    dv_head,
-    dv_row,
-    mask_batch,
-    alpha_batch,
-    alpha_head,
-    beta_batch,
-    beta_head,
-    lse_head,
+    strides,
     heads,
     tokens,
     span,
@@ -171,20 +145,15 @@ def diag_backward_kernel(
     scale,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     FULL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
-    LINEAR: tl.constexpr,
     PRECISE: tl.constexpr,
     AVERAGE: tl.constexpr,
     ADD: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DQ, DK, DV of ``span`` tokens of one key head and the GROUP query heads that share it.
@@ -194,76 +163,76 @@ def diag_backward_kernel(
     the gradients of the state, already weighted by MIX. The slopes DALPHA[query head, tile],
     DBETA[key head, tile] and DMIX[query head, tile] are stored if asked for.
     """
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        k_row = q_row
-        v_row = q_row
-        dout_row = q_row
-        dq_row = q_row
-        dk_row = q_row
-        dv_row = q_row
+    LINEAR: tl.constexpr = ALPHA is not None
+    (
+        q_strides, k_strides, v_strides, dout_strides, dq_strides, dk_strides, dv_strides,
+        mask_batch, alpha_strides, beta_strides, lse_head,
+    ) = strides  # fmt: skip
+    q_row = q_strides[2]
+    k_row, v_row = row_of(k_strides, q_row), row_of(v_strides, q_row)
+    dout_row, dq_row = row_of(dout_strides, q_row), row_of(dq_strides, q_row)
+    dk_row, dv_row = row_of(dk_strides, q_row), row_of(dv_strides, q_row)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
-    K += b * k_batch + h * k_head
-    V += b * v_batch + h * v_head
-    DK += b * dk_batch + h * dk_head
-    DV += b * dv_batch + h * dv_head
-    Q += b * q_batch + h * GROUP * q_head
-    DQ += b * dq_batch + h * GROUP * dq_head
-    DOUT += b * dout_batch + h * GROUP * dout_head
+    K += of_head(k_strides, b, h)
+    V += of_head(v_strides, b, h)
+    DK += of_head(dk_strides, b, h)
+    DV += of_head(dv_strides, b, h)
+    Q += of_head(q_strides, b, h * GROUP)
+    DQ += of_head(dq_strides, b, h * GROUP)
+    DOUT += of_head(dout_strides, b, h * GROUP)
     LSE += head * GROUP * lse_head
-    rows, features, values = tl.arange(0, ROWS), tl.arange(0, BD), tl.arange(0, BE)
+    rows, features, values = tl.arange(0, ROWS), tl.arange(0, padded(D)), tl.arange(0, padded(E))
     dtype: tl.constexpr = K.dtype.element_ty
-    masked: tl.constexpr = HAS_MASK or CAUSAL or not FULL or BLOCK < STEP
+    masked: tl.constexpr = MASK is not None or CAUSAL or not FULL or BLOCK < STEP
     inside = features < D
-    if HAS_MASK:
+    if MASK is not None:
         MASK += b * mask_batch
-    eye = identity(BD, dtype, THROUGH)
+    eye = identity(padded(D), dtype, THROUGH)
     log_mass, mean = 0.0, 0.0
     if LINEAR:
-        beta = tl.load(BETA + b * beta_batch + h * beta_head).to(tl.float32)
+        beta = tl.load(BETA + of_head(beta_strides, b, h)).to(tl.float32)
         log_mass = load_log_mass(LOG_MASS, head, features, D, False)
         mean = load_mean(MEAN, head, features, values, D, E).to(dtype)
         peak = tl.load(NORM + head * 2 * D + features, mask=inside, other=0.0)
         mass = tl.load(NORM + head * 2 * D + D + features, mask=inside, other=0.0)
         shrink = tl.where(mass == 0.0, 0.0, 1.0 / tl.where(mass == 0.0, 1.0, mass))
-        dmean, g = load_gradients(PARTS, head * count, count, features, values, D, E, BD, BE)
+        dmean, g = load_gradients(PARTS, head * count, count, features, values, D, E)
         g *= shrink
         weight = (dmean * shrink[:, None]).to(dtype)
 
-    alpha, share = load_scales(ALPHA, MIX, b, h * GROUP, alpha_batch, alpha_head, LINEAR)
+    alpha, share = load_scales(ALPHA, MIX, b, h * GROUP, alpha_strides, LINEAR)
     last = tl.minimum((part + 1) * span, tokens)
     for start in range(part * span, last, STEP):
         end = tl.minimum(start + STEP, last)
-        k = load_tile(K, k_row, start, end, rows, features, D, BD, FULL)
-        v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
+        k = load_tile(K, k_row, start, end, rows, features, D, FULL)
+        v = load_tile(V, v_row, start, end, rows, values, E, FULL)
         keep = rows < end - start
-        if HAS_MASK:
+        if MASK is not None:
             keep = tl.load(MASK + start + rows, mask=keep, other=0) != 0
             k = tl.where(keep[:, None], k, 0.0)
             v = tl.where(keep[:, None], v, 0.0)
         seen = keep
         if masked:
-            seen = visible_in_blocks(MASK, start, end, rows, BLOCK, STEP, HAS_MASK, CAUSAL)
+            seen = visible_in_blocks(MASK, start, end, rows, BLOCK, STEP, CAUSAL)
         # one accumulator at a time where a single query head allows it: dq, then dv, then dk
-        dk = tl.zeros([ROWS, BD], tl.float32)
-        dv = tl.zeros([ROWS, BE], tl.float32)
+        dk = tl.zeros([ROWS, padded(D)], tl.float32)
+        dv = tl.zeros([ROWS, padded(E)], tl.float32)
         for member in tl.static_range(GROUP):
             query_head = head * GROUP + member
             if GROUP > 1:
-                alpha, share = load_scales(
-                    ALPHA, MIX, b, h * GROUP + member, alpha_batch, alpha_head, LINEAR
-                )
+                alpha, share = load_scales(ALPHA, MIX, b, h * GROUP + member, alpha_strides, LINEAR)
             slope_alpha, slope_mix = DALPHA, DMIX
             if DALPHA is not None:
                 slope_alpha += query_head * tiles + start // STEP
             if DMIX is not None:
                 slope_mix += query_head * tiles + start // STEP
             q, dout, r, ds = query_gradients(
-                Q + member * q_head, DOUT + member * dout_head, DQ + member * dq_head,
-                LSE + member * lse_head, q_row, dout_row, dq_row, k, v, seen,
-                log_mass, mean, eye, alpha, share, 1.0 - share, scale, start, end, tokens,
-                rows, features, values, slope_alpha, slope_mix,
-                D, E, BD, BE, ROWS, FULL, masked, LINEAR, AVERAGE, PRECISE, ADD,
+                Q + member * q_strides[1], DOUT + member * dout_strides[1],
+                DQ + member * dq_strides[1], LSE + member * lse_head, q_row, dout_row, dq_row,
+                k, v, seen, log_mass, mean, eye, alpha, share, 1.0 - share, scale, start, end,
+                tokens, rows, features, values, slope_alpha, slope_mix,
+                D, E, FULL, masked, LINEAR, AVERAGE, PRECISE, ADD,
             )  # fmt: skip
             dv = dot_add(tl.trans(r), dout, dv)
             if GROUP > 1:
@@ -271,12 +240,12 @@ def diag_backward_kernel(
         if LINEAR:
             x = as_float(k, eye) * (beta * LOG2E)
             p = tl.exp2(x - peak[None, :])
-            if HAS_MASK or not FULL:
+            if MASK is not None or not FULL:
                 p = tl.where(keep[:, None], p, 0.0)
             dv = dot_add(p.to(dtype), weight, dv)
         if ADD:
-            dv += 0.5 * load_tile(DV, dv_row, start, end, rows, values, E, BE, FULL).to(tl.float32)
-        store_tile(DV, dv_row, start, end, dv, rows, values, E, BE, FULL)
+            dv += 0.5 * load_tile(DV, dv_row, start, end, rows, values, E, FULL).to(tl.float32)
+        store_tile(DV, dv_row, start, end, dv, rows, values, E, FULL)
         if LINEAR:
             pull = dot(v, tl.trans(weight))
             if DBETA is not None:
@@ -289,7 +258,5 @@ def diag_backward_kernel(
         if GROUP == 1:
             dk = dot_add(tl.trans(ds), q, dk)
         if ADD:
-            dk += 0.5 * load_tile(DK, dk_row, start, end, rows, features, D, BD, FULL).to(
-                tl.float32
-            )
-        store_tile(DK, dk_row, start, end, dk, rows, features, D, BD, FULL)
+            dk += 0.5 * load_tile(DK, dk_row, start, end, rows, features, D, FULL).to(tl.float32)
+        store_tile(DK, dk_row, start, end, dk, rows, features, D, FULL)

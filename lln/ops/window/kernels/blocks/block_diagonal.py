@@ -37,9 +37,7 @@ def block_diagonal(
 
 def _forward(q, k, v, key_mask, block, scale, is_causal) -> tuple[Tensor, Tensor]:
     q, k, v, key_mask = prepared(q, k, v, key_mask)
-    out, lse = diag(
-        q, k, v, key_mask, block=block, scale=scale, is_causal=is_causal, linear=False, save=True
-    )
+    out, lse = diag(q, k, v, key_mask, block=block, scale=scale, is_causal=is_causal, save=True)
     assert lse is not None
     return out, lse
 
@@ -53,7 +51,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, key_mask = prepared(q, k, v, key_mask)
     dq, dk, dv, *_ = diag_backward(
-        dout, q, k, v, key_mask, lse, block=block, scale=scale, is_causal=is_causal, linear=False
+        dout, q, k, v, key_mask, lse, block=block, scale=scale, is_causal=is_causal
     )
     return dq, dk, dv
 

@@ -35,8 +35,7 @@ def _forward(q, k, v, alpha, beta, key_mask, block, scale) -> tuple[Tensor, Tens
     q, k, v, key_mask = prepared(q, k, v, key_mask)
     out, lse, before = launch.causal(q, k, v, alpha, beta, key_mask, launch.NOTHING)
     _, local_lse = diag(
-        q, k, v, key_mask, block=block, scale=scale, is_causal=True, linear=False, save=True,
-        add_to=out,
+        q, k, v, key_mask, block=block, scale=scale, is_causal=True, save=True, add_to=out,
     )  # fmt: skip
     assert local_lse is not None
     return out, lse, before, local_lse
@@ -58,7 +57,7 @@ def _backward(
     )  # fmt: skip
     gradients = found.dq, found.dk, found.dv
     diag_backward(
-        dout, q, k, v, key_mask, local_lse, block=block, scale=scale, is_causal=True, linear=False,
+        dout, q, k, v, key_mask, local_lse, block=block, scale=scale, is_causal=True,
         add_to=gradients,
     )  # fmt: skip
     halves = (None if x is None else 0.5 * x for x in (found.dalpha, found.dbeta))

@@ -5,6 +5,10 @@
 
 A tile holds whole blocks: one of 64 tokens, or several smaller ones, told apart by a mask.
 The fused kernel reads q once for both branches.
+
+No window is walked here. Softmax needs no running maximum, and the queries that see a key are those
+of its tile: the backward pass reads q, k, v and dO once for dq, dk and dv. The kernels of larger
+windows (``wide_kernels``) read them twice, in a kernel for dq and one for dk and dv.
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ from lln.ops.common.kernels.features import (
     identity,
     jit,
     load_tile,
+    of_head,
+    padded,
+    row_of,
     store_tile,
 )
 from lln.ops.linear.kernels.read_kernels import store_lse, take_state
@@ -34,13 +41,12 @@ def visible_in_blocks(
     rows,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
     """Which key of the tile (columns) a query of the tile (rows) may see."""
     columns = rows
     keep = columns < tl.minimum(end - start, STEP)
-    if HAS_MASK:
+    if MASK is not None:
         keep = tl.load(MASK + start + columns, mask=keep, other=0) != 0
     seen = (rows[:, None] >= 0) & keep[None, :]
     if BLOCK < STEP:
@@ -59,11 +65,11 @@ def softmax_rows(s):
 
 
 @jit
-def load_scales(ALPHA, MIX, b, h, alpha_batch, alpha_head, LINEAR: tl.constexpr):
+def load_scales(ALPHA, MIX, b, h, alpha_strides, LINEAR: tl.constexpr):
     """(alpha, weight of the linear branch): one half, or a number per head; 0 if not LINEAR."""
     alpha, share = 0.0, 0.0
     if LINEAR:
-        alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32)
+        alpha = tl.load(ALPHA + of_head(alpha_strides, b, h)).to(tl.float32)
         share = 0.5
         if MIX is not None:
             share = tl.load(MIX + h).to(tl.float32)
@@ -84,21 +90,7 @@ def diag_kernel(
     LOG_MASS,
     MEAN,
     NORM,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    out_batch,
-    out_head,
-    out_row,
-    mask_batch,
-    alpha_batch,
-    alpha_head,
+    strides,
     heads,
     group,
     tokens,
@@ -107,19 +99,14 @@ def diag_kernel(
     scale,
     D: tl.constexpr,
     E: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK: tl.constexpr,
     FULL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
-    LINEAR: tl.constexpr,
     PRECISE: tl.constexpr,
     SAVE: tl.constexpr,
     ADD: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """OUT of ``span`` tokens of one head: both branches, or (not LINEAR) the block-diagonal one.
@@ -129,48 +116,49 @@ def diag_kernel(
     The state of the linear branch comes as in :func:`read_kernel`. SAVE keeps the logsumexp of each
     branch: LSE[head] = linear rows, then block-diagonal rows, the latter not for float32.
     """
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        k_row = q_row
-        v_row = q_row
-        out_row = q_row
+    LINEAR: tl.constexpr = ALPHA is not None
+    q_strides, k_strides, v_strides, out_strides, mask_batch, alpha_strides = strides
+    q_row = q_strides[2]
+    k_row, v_row = row_of(k_strides, q_row), row_of(v_strides, q_row)
+    out_row = row_of(out_strides, q_row)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
-    Q += b * q_batch + h * q_head
-    K += b * k_batch + h // group * k_head
-    V += b * v_batch + h // group * v_head
-    OUT += b * out_batch + h * out_head
-    rows, features, values = tl.arange(0, ROWS), tl.arange(0, BD), tl.arange(0, BE)
+    Q += of_head(q_strides, b, h)
+    K += of_head(k_strides, b, h // group)
+    V += of_head(v_strides, b, h // group)
+    OUT += of_head(out_strides, b, h)
+    rows, features, values = tl.arange(0, ROWS), tl.arange(0, padded(D)), tl.arange(0, padded(E))
     dtype: tl.constexpr = Q.dtype.element_ty
     kept: tl.constexpr = 2 if PRECISE else 1
     local = 0.5 if ADD else 1.0
-    if HAS_MASK:
+    if MASK is not None:
         MASK += b * mask_batch
     if SAVE:
         LSE += head * tokens * ((kept if LINEAR else 0) + (0 if PRECISE else 1))
     if LINEAR:
-        alpha, share = load_scales(ALPHA, MIX, b, h, alpha_batch, alpha_head, LINEAR)
+        alpha, share = load_scales(ALPHA, MIX, b, h, alpha_strides, LINEAR)
         alpha *= LOG2E
         local = 1.0 - share
         log_mass, mean = take_state(
             PARTS, LOG_MASS, MEAN, NORM, head // group, count, part == 0 and head % group == 0,
-            features, values, D, E, BD, BE, False, SAVE,
+            features, values, D, E, False, SAVE,
         )  # fmt: skip
         mean = mean.to(dtype)
-        eye = identity(BD, dtype, THROUGH)
+        eye = identity(padded(D), dtype, THROUGH)
 
     last = tl.minimum((part + 1) * span, tokens)
     for start in range(part * span, last, STEP):
         end = tl.minimum(start + STEP, last)
-        q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
-        k = load_tile(K, k_row, start, end, rows, features, D, BD, FULL)
-        v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
-        if HAS_MASK:
+        q = load_tile(Q, q_row, start, end, rows, features, D, FULL)
+        k = load_tile(K, k_row, start, end, rows, features, D, FULL)
+        v = load_tile(V, v_row, start, end, rows, values, E, FULL)
+        if MASK is not None:
             keep = tl.load(MASK + start + rows, mask=rows < end - start, other=0) != 0
             k = tl.where(keep[:, None], k, 0.0)
             v = tl.where(keep[:, None], v, 0.0)
         s = dot_scores(q, tl.trans(k)) * (scale * LOG2E)
-        if HAS_MASK or CAUSAL or not FULL or BLOCK < STEP:
-            seen = visible_in_blocks(MASK, start, end, rows, BLOCK, STEP, HAS_MASK, CAUSAL)
+        if MASK is not None or CAUSAL or not FULL or BLOCK < STEP:
+            seen = visible_in_blocks(MASK, start, end, rows, BLOCK, STEP, CAUSAL)
             s = tl.where(seen, s, float("-inf"))
         top = tl.maximum(tl.max(s, axis=1), FLOOR)
         r = tl.exp2(s - top[:, None])
@@ -190,6 +178,6 @@ def diag_kernel(
             if SAVE:
                 store_lse(LSE, tokens, start, end, rows, top, weight, PRECISE)
         if ADD:
-            held = load_tile(OUT, out_row, start, end, rows, values, E, BE, FULL)
+            held = load_tile(OUT, out_row, start, end, rows, values, E, FULL)
             out += held.to(tl.float32) * 0.5
-        store_tile(OUT, out_row, start, end, out, rows, values, E, BE, FULL)
+        store_tile(OUT, out_row, start, end, out, rows, values, E, FULL)

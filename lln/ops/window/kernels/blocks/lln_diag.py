@@ -91,7 +91,7 @@ def _forward(
         branches, lse = wide(q, k, v, key_mask, alpha, mix, window, **given)
     else:
         branches, lse = diag(
-            q, k, v, key_mask, block=block, scale=scale, alpha=alpha, mix=mix, linear=True, **given
+            q, k, v, key_mask, block=block, scale=scale, alpha=alpha, mix=mix, **given
         )
     if conv is None:
         return branches, lse, state, None
@@ -149,7 +149,7 @@ def _backward_impl(
         )
         found = diag_backward(
             dout, q, k, v, key_mask, lse, block=block, scale=scale, alpha=alpha, beta=beta, mix=mix,
-            state=state, parts=parts, linear=True, slopes=slopes,
+            state=state, parts=parts, slopes=slopes,
         )  # fmt: skip
     if conv is None:
         return *found, None

@@ -26,42 +26,17 @@ from lln.ops.common.kernels.features import (
     as_float,
     dot,
     dot_add,
-    dot_scores,
     identity,
     jit,
     load_tile,
+    of_head,
+    padded,
+    row_of,
     store_tile,
 )
 from lln.ops.linear.kernels.read_kernels import load_log_mass, load_mean, minus_lse
 from lln.ops.window.kernels.blocks.forward_kernels import load_scales
-from lln.ops.window.kernels.blocks.wide_kernels import kept
-from lln.ops.window.kernels.joint.near_kernels import window_of
-
-
-@jit
-def pull_queries(
-    q, dout, K, V, MASK, k_row, v_row, col, last, lse, delta, slope, local, dq, epsilon, cols,
-    features, values,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, FULL: tl.constexpr,
-    HAS_MASK: tl.constexpr, SUM: tl.constexpr,
-):  # fmt: skip
-    """Add the keys col … of a window to dq and, with SUM, to ε; ``delta`` is (1 − w) ε · scale."""
-    k = load_tile(K, k_row, col, last, cols, features, D, BD, FULL)
-    v = load_tile(V, v_row, col, last, cols, values, E, BE, FULL)
-    if HAS_MASK or not FULL:
-        keep = kept(MASK, col, last, cols, HAS_MASK)
-        if HAS_MASK:
-            k = tl.where(keep[:, None], k, 0.0)
-    r = tl.exp2(dot_scores(q, tl.trans(k)) * slope - lse[:, None])
-    if HAS_MASK or not FULL:
-        r = tl.where(keep[None, :], r, 0.0)
-    dr = dot(dout, tl.trans(v))
-    if HAS_MASK:
-        dr = tl.where(keep[None, :], dr, 0.0)
-    if SUM:
-        epsilon += tl.sum(r * dr, axis=1)
-    ds = r * (dr * local - delta[:, None])
-    return dot_add(ds.to(k.dtype), k, dq), epsilon
+from lln.ops.window.kernels.window_kernels import kept, pull_keys, pull_queries, window_of
 
 
 @jit
@@ -75,57 +50,84 @@ def in_two(x, dtype: tl.constexpr):
 
 @jit
 def wide_dq_kernel(
-    Q, K, V, OUT, DOUT, LSE, MASK, ALPHA, MIX, LOG_MASS, MEAN, DQ, DELTA, PARTS, DALPHA, DMIX,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head,
-    out_row, dout_batch, dout_head, dout_row, dq_batch, dq_head, dq_row, mask_batch, alpha_batch,
-    alpha_head, heads, group, tokens, block, overlap, per_block, tiles, span, scale,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, UNROLL: tl.constexpr, FULL: tl.constexpr, HAS_MASK: tl.constexpr,
-    ALIKE: tl.constexpr, THROUGH: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    OUT,
+    DOUT,
+    LSE,
+    MASK,
+    ALPHA,
+    MIX,
+    LOG_MASS,
+    MEAN,
+    DQ,
+    DELTA,
+    PARTS,
+    DALPHA,
+    DMIX,
+    strides,
+    heads,
+    group,
+    tokens,
+    block,
+    overlap,
+    per_block,
+    tiles,
+    span,
+    scale,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    FULL: tl.constexpr,
+    THROUGH: tl.constexpr,
+):
     """DQ and DELTA = ε of ``span`` tiles of queries of one head, and their part of (dM, g).
 
     Without PARTS the state is left to :func:`read_backward_kernel`. DALPHA[head, part] and
     DMIX[head, part] are stored if asked for.
     """
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        k_row = q_row
-        v_row = q_row
-        out_row = q_row
-        dout_row = q_row
-        dq_row = q_row
+    (
+        q_strides, k_strides, v_strides, out_strides, dout_strides, dq_strides, mask_batch,
+        alpha_strides,
+    ) = strides  # fmt: skip
+    q_row = q_strides[2]
+    k_row, v_row = row_of(k_strides, q_row), row_of(v_strides, q_row)
+    out_row, dout_row = row_of(out_strides, q_row), row_of(dout_strides, q_row)
+    dq_row = row_of(dq_strides, q_row)
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
     index = head * tl.num_programs(0) + part
-    Q += b * q_batch + h * q_head
-    K += b * k_batch + h // group * k_head
-    V += b * v_batch + h // group * v_head
-    OUT += b * out_batch + h * out_head
-    DOUT += b * dout_batch + h * dout_head
-    DQ += b * dq_batch + h * dq_head
+    Q += of_head(q_strides, b, h)
+    K += of_head(k_strides, b, h // group)
+    V += of_head(v_strides, b, h // group)
+    OUT += of_head(out_strides, b, h)
+    DOUT += of_head(dout_strides, b, h)
+    DQ += of_head(dq_strides, b, h)
     LSE += head * tokens * 2
     DELTA += head * tokens
-    if HAS_MASK:
+    if MASK is not None:
         MASK += b * mask_batch
     rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
-    features, values = tl.arange(0, BD), tl.arange(0, BE)
+    features, values = tl.arange(0, padded(D)), tl.arange(0, padded(E))
     dtype: tl.constexpr = Q.dtype.element_ty
-    alpha, share = load_scales(ALPHA, MIX, b, h, alpha_batch, alpha_head, True)
+    alpha, share = load_scales(ALPHA, MIX, b, h, alpha_strides, True)
     local = 1.0 - share
     back = tl.where(local == 0.0, 0.0, 1.0 / tl.where(local == 0.0, 1.0, local))
     mean = load_mean(MEAN, head // group, features, values, D, E).to(dtype)
-    eye = identity(BD, dtype, THROUGH)
+    eye = identity(padded(D), dtype, THROUGH)
     slope = scale * LOG2E
 
-    dmean = tl.zeros([BD, BE], tl.float32)
-    weighted = tl.zeros([BD, 16], tl.float32)
+    dmean = tl.zeros([padded(D), padded(E)], tl.float32)
+    weighted = tl.zeros([padded(D), 16], tl.float32)
     slope_alpha = tl.zeros([ROWS], tl.float32)
     slope_mix = tl.zeros([ROWS], tl.float32)
     for here in range(part * span, tl.minimum((part + 1) * span, tiles)):
         start, stop, first, last = window_of(here, block, overlap, per_block, tokens, ROWS, False)
-        q = load_tile(Q, q_row, start, stop, rows, features, D, BD, FULL)
-        dout = load_tile(DOUT, dout_row, start, stop, rows, values, E, BE, FULL)
-        out = load_tile(OUT, out_row, start, stop, rows, values, E, BE, FULL)
+        q = load_tile(Q, q_row, start, stop, rows, features, D, FULL)
+        dout = load_tile(DOUT, dout_row, start, stop, rows, values, E, FULL)
+        out = load_tile(OUT, out_row, start, stop, rows, values, E, FULL)
         both = tl.sum(dout.to(tl.float32) * out.to(tl.float32), axis=1)
         # in every step anew: a number per feature held through the loop takes 16 registers
         log_mass = load_log_mass(LOG_MASS, head // group, features, D, False)
@@ -145,23 +147,16 @@ def wide_dq_kernel(
         tl.store(DELTA + start + rows, rest * back, mask=inside)
         lse = tl.load(LSE + tokens + start + rows, mask=inside, other=float("inf"))
         epsilon = tl.zeros([ROWS], tl.float32)
-        if UNROLL > 0:
-            for step in tl.static_range(UNROLL):
-                dq, epsilon = pull_queries(
-                    q, dout, K, V, MASK, k_row, v_row, first + step * COLS, last, lse,
-                    rest * scale, slope, local * scale, dq, epsilon, cols, features, values,
-                    D, E, BD, BE, FULL, HAS_MASK, DMIX is not None,
-                )  # fmt: skip
-        else:
-            for col in range(first, last, COLS):
-                dq, epsilon = pull_queries(
-                    q, dout, K, V, MASK, k_row, v_row, col, last, lse,
-                    rest * scale, slope, local * scale, dq, epsilon, cols, features, values,
-                    D, E, BD, BE, FULL, HAS_MASK, DMIX is not None,
-                )  # fmt: skip
+        for col in range(first, last, COLS):
+            dq, r, dr = pull_queries(
+                q, dout, K, V, MASK, k_row, v_row, start, col, last, lse, rest * scale, slope,
+                local * scale, dq, rows, cols, features, values, D, E, FULL, False,
+            )  # fmt: skip
+            if DMIX is not None:
+                epsilon += tl.sum(r * dr, axis=1)
         if DMIX is not None:
             slope_mix += delta - epsilon
-        store_tile(DQ, dq_row, start, stop, dq, rows, features, D, BD, FULL)
+        store_tile(DQ, dq_row, start, stop, dq, rows, features, D, FULL)
 
     if PARTS is not None:
         PARTS += index * (D * E + D)
@@ -176,42 +171,6 @@ def wide_dq_kernel(
 
 
 @jit
-def pull_keys(
-    k, v, Q, DOUT, LSE, DELTA, q_row, dout_row, start, end, j, keep, block, overlap, scale, shift,
-    dk, dv, rows, features, values,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, FULL: tl.constexpr,
-    WHOLE: tl.constexpr, HAS_MASK: tl.constexpr,
-):  # fmt: skip
-    """Add the queries start … < end to dk and dv; ``shift`` is log2(1 − w).
-
-    WHOLE: they are of one block.
-    """
-    q = load_tile(Q, q_row, start, end, rows, features, D, BD, FULL)
-    dout = load_tile(DOUT, dout_row, start, end, rows, values, E, BE, FULL)
-    i = start + rows
-    if FULL:
-        lse, delta = tl.load(LSE + i), tl.load(DELTA + i) * scale
-    else:
-        lse = tl.load(LSE + i, mask=i < end, other=float("inf"))
-        delta = tl.load(DELTA + i, mask=i < end, other=0.0) * scale
-    r = tl.exp2(dot_scores(k, tl.trans(q)) * (scale * LOG2E) - (lse - shift)[None, :])
-    if WHOLE and not FULL:
-        edge = start // block * block
-        keep = keep & (j >= edge - overlap) & (j < edge + block + overlap)
-    if HAS_MASK or not FULL:
-        r = tl.where(keep[:, None], r, 0.0)
-    if not WHOLE:
-        edge = i // block * block
-        seen = j[:, None] >= (edge - overlap)[None, :]
-        r = tl.where(seen & (j[:, None] < (edge + block + overlap)[None, :]), r, 0.0)
-    dv = dot_add(r.to(dout.dtype), dout, dv)
-    ds = r * (dot(v, tl.trans(dout)) * scale - delta[None, :])
-    if HAS_MASK:
-        ds = tl.where(keep[:, None], ds, 0.0)
-    return dot_add(ds.to(q.dtype), q, dk), dv
-
-
-@jit
 def inverse(MASS, features, D: tl.constexpr):
     """1 / mass of the features, 0 where there is none."""
     mass = tl.load(MASS + features, mask=features < D, other=0.0)
@@ -220,43 +179,69 @@ def inverse(MASS, features, D: tl.constexpr):
 
 @jit
 def wide_dkdv_kernel(
-    Q, K, V, DOUT, LSE, DELTA, MASK, BETA, MIX, NORM, GRADIENT, DK, DV, DBETA, q_batch, q_head,
-    q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, dout_batch, dout_head, dout_row,
-    dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, mask_batch, beta_batch, beta_head,
-    kv_heads, tokens, block, overlap, tiles, span, scale,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, GROUP: tl.constexpr, UNROLL: tl.constexpr, FULL: tl.constexpr,
-    WHOLE: tl.constexpr, HAS_MASK: tl.constexpr, ALIKE: tl.constexpr, THROUGH: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    DOUT,
+    LSE,
+    DELTA,
+    MASK,
+    BETA,
+    MIX,
+    NORM,
+    GRADIENT,
+    DK,
+    DV,
+    DBETA,
+    strides,
+    kv_heads,
+    tokens,
+    block,
+    overlap,
+    tiles,
+    span,
+    scale,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNROLL: tl.constexpr,
+    FULL: tl.constexpr,
+    WHOLE: tl.constexpr,
+    THROUGH: tl.constexpr,
+):
     """DK and DV of ``span`` tiles of keys of one head, from the GROUP query heads that share it.
 
     GRADIENT is that of the state, (dM, g), weighted. DBETA[key head, part] is stored if asked for.
     UNROLL: every key is seen by this many tiles of queries, 0 if not all are, or by many.
     """
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        k_row = q_row
-        v_row = q_row
-        dout_row = q_row
-        dk_row = q_row
-        dv_row = q_row
+    (
+        q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, mask_batch,
+        beta_strides,
+    ) = strides  # fmt: skip
+    q_row = q_strides[2]
+    k_row, v_row = row_of(k_strides, q_row), row_of(v_strides, q_row)
+    dout_row, dk_row = row_of(dout_strides, q_row), row_of(dk_strides, q_row)
+    dv_row = row_of(dv_strides, q_row)
     part, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, g = kv_head // kv_heads, kv_head % kv_heads
-    Q += b * q_batch + g * GROUP * q_head
-    DOUT += b * dout_batch + g * GROUP * dout_head
-    K += b * k_batch + g * k_head
-    V += b * v_batch + g * v_head
-    DK += b * dk_batch + g * dk_head
-    DV += b * dv_batch + g * dv_head
+    Q += of_head(q_strides, b, g * GROUP)
+    DOUT += of_head(dout_strides, b, g * GROUP)
+    K += of_head(k_strides, b, g)
+    V += of_head(v_strides, b, g)
+    DK += of_head(dk_strides, b, g)
+    DV += of_head(dv_strides, b, g)
     LSE += kv_head * GROUP * tokens * 2 + tokens
     DELTA += kv_head * GROUP * tokens
-    if HAS_MASK:
+    if MASK is not None:
         MASK += b * mask_batch
     rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
-    features, values = tl.arange(0, BD), tl.arange(0, BE)
+    features, values = tl.arange(0, padded(D)), tl.arange(0, padded(E))
     dtype: tl.constexpr = K.dtype.element_ty
     inside = features < D
-    beta = tl.load(BETA + b * beta_batch + g * beta_head).to(tl.float32)
-    eye = identity(BD, dtype, THROUGH)
+    beta = tl.load(BETA + of_head(beta_strides, b, g)).to(tl.float32)
+    eye = identity(padded(D), dtype, THROUGH)
     NORM += kv_head * 2 * D
     GRADIENT += kv_head * (D * E + D)
     pull = load_mean(GRADIENT, 0, features, values, D, E)
@@ -265,21 +250,21 @@ def wide_dkdv_kernel(
     slopes = tl.zeros([COLS], tl.float32)
     for tile in range(part * span, tl.minimum((part + 1) * span, tiles)):
         col = tile * COLS
-        k = load_tile(K, k_row, col, tokens, cols, features, D, BD, FULL)
-        v = load_tile(V, v_row, col, tokens, cols, values, E, BE, FULL)
+        k = load_tile(K, k_row, col, tokens, cols, features, D, FULL)
+        v = load_tile(V, v_row, col, tokens, cols, values, E, FULL)
         # keys that are masked may be anything: what follows from them is left out row by row, since
         # tiles that are changed would be held in registers
-        keep = kept(MASK, col, tokens, cols, HAS_MASK)
+        keep = kept(MASK, col, tokens, cols)
         x = as_float(k, eye) * (beta * LOG2E)
         # in every step anew: a number per feature held through the loop takes 16 registers
         peak = tl.load(NORM + features, mask=inside, other=0.0)
         p = tl.exp2(x - peak[None, :])
-        if HAS_MASK or not FULL:
+        if MASK is not None or not FULL:
             p = tl.where(keep[:, None], p, 0.0)
         level = tl.load(GRADIENT + D * E + features, mask=inside, other=0.0)
         level *= inverse(NORM + D, features, D)
         dk = p * (dot(v, tl.trans(pull)) + level[None, :])
-        if HAS_MASK:
+        if MASK is not None:
             dk = tl.where(keep[:, None], dk, 0.0)
         if DBETA is not None:
             slopes += tl.where(keep, tl.sum(dk * as_float(k, eye), axis=1), 0.0)
@@ -295,20 +280,22 @@ def wide_dkdv_kernel(
             if UNROLL > 0:
                 for step in tl.static_range(UNROLL):
                     dk, dv = pull_keys(
-                        k, v, Q + member * q_head, DOUT + member * dout_head,
+                        k, v, Q + member * q_strides[1], DOUT + member * dout_strides[1],
                         LSE + member * tokens * 2, DELTA + member * tokens, q_row, dout_row,
                         begin + step * ROWS, end, col + cols, keep, block, overlap, scale, shift,
-                        dk, dv, rows, features, values, D, E, BD, BE, FULL, WHOLE, HAS_MASK,
+                        dk, dv, rows, features, values, D, E, FULL, WHOLE,
+                        MASK is not None, False, False,
                     )  # fmt: skip
             else:
                 for start in range(begin, end, ROWS):
                     dk, dv = pull_keys(
-                        k, v, Q + member * q_head, DOUT + member * dout_head,
+                        k, v, Q + member * q_strides[1], DOUT + member * dout_strides[1],
                         LSE + member * tokens * 2, DELTA + member * tokens, q_row, dout_row,
                         start, end, col + cols, keep, block, overlap, scale, shift,
-                        dk, dv, rows, features, values, D, E, BD, BE, FULL, WHOLE, HAS_MASK,
+                        dk, dv, rows, features, values, D, E, FULL, WHOLE,
+                        MASK is not None, False, False,
                     )  # fmt: skip
-        store_tile(DV, dv_row, col, tokens, dv, cols, values, E, BE, FULL)
-        store_tile(DK, dk_row, col, tokens, dk, cols, features, D, BD, FULL)
+        store_tile(DV, dv_row, col, tokens, dv, cols, values, E, FULL)
+        store_tile(DK, dk_row, col, tokens, dk, cols, features, D, FULL)
     if DBETA is not None:
         tl.store(DBETA + kv_head * tl.num_programs(0) + part, tl.sum(slopes))

@@ -10,7 +10,6 @@ from torch import Tensor
 from lln.ops.common.kernels.launching import (
     Launch,
     Layout,
-    alike,
     layout,
     planned,
     row_strides,
@@ -96,11 +95,11 @@ def _wide_plan(
     every = q_strides, k[1], v[1], out[1]
     return out, Launch(
         wide_kernel, (pieces, b * heads),
-        (*row_strides(*every), mask or 0, *alpha, heads, heads // kv_heads, tokens, block, overlap,
+        ((*row_strides(*every), mask or 0, alpha), heads, heads // kv_heads, tokens, block, overlap,
          per_block, tiles, span // rows, count, max(abs(scale) * math.log2(math.e), LEAST_SLOPE)),
-        D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, COLS=columns,
-        UNROLL=_unrolled(t.ahead and same, block, columns), FULL=full, HAS_MASK=mask is not None,
-        FLIP=scale < 0, SAVE=save, ALIKE=alike(*every), **t.options,
+        D=d, E=e, ROWS=rows, COLS=columns,
+        UNROLL=_unrolled(t.ahead and same, block, columns), FULL=full,
+        FLIP=scale < 0, SAVE=save, **t.options,
     )  # fmt: skip
 
 
@@ -151,18 +150,16 @@ def _wide_dq_plan(
     t = tile("wide_dq", d, e, dtype, device)
     rows, columns = _fitted(t.rows, t.columns, window)
     t = _narrowed(t, rows)
-    full, same = _regular(rows, columns, tokens, window)
+    full, _ = _regular(rows, columns, tokens, window)
     per_block, tiles = _tiles(rows, tokens, block)
     pieces, span = split(tiles * rows, b * heads, t, device, merged=True, program=DIAG_PROGRAM)
     dq, group = rows_of(q, d), heads // kv_heads
     every = q_strides, k[1], v[1], out, dout, dq[1]
     launch = Launch(
         wide_dq_kernel, (pieces, b * heads),
-        (*row_strides(*every), mask or 0, *alpha, heads, group, tokens, block, overlap, per_block,
+        ((*row_strides(*every), mask or 0, alpha), heads, group, tokens, block, overlap, per_block,
          tiles, span // rows, scale),
-        D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, COLS=columns,
-        UNROLL=_unrolled(t.ahead and same, block, columns), FULL=full, HAS_MASK=mask is not None,
-        ALIKE=alike(*every), **t.options,
+        D=d, E=e, ROWS=rows, COLS=columns, FULL=full, **t.options,
     )  # fmt: skip
     return dq, (b * kv_heads, group * pieces, d * (e + 1)), pieces, launch
 
@@ -184,10 +181,10 @@ def _wide_dkdv_plan(
     every = q_strides, k[1], v[1], dout, dk[1], dv[1]
     launch = Launch(
         wide_dkdv_kernel, (pieces, b * kv_heads),
-        (*row_strides(*every), mask or 0, *beta, kv_heads, tokens, block, overlap, tiles,
+        ((*row_strides(*every), mask or 0, beta), kv_heads, tokens, block, overlap, tiles,
          span // columns, scale),
-        D=d, E=e, BD=padded(d), BE=padded(e), ROWS=rows, COLS=columns, GROUP=group,
+        D=d, E=e, ROWS=rows, COLS=columns, GROUP=group,
         UNROLL=_unrolled(t.ahead and same and group == 1, block, rows), FULL=full,
-        WHOLE=block % rows == 0, HAS_MASK=mask is not None, ALIKE=alike(*every), **t.options,
+        WHOLE=block % rows == 0, **t.options,
     )  # fmt: skip
     return dk, dv, pieces, launch

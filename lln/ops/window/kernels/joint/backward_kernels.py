@@ -1,5 +1,5 @@
 # type: ignore
-"""Gradients of windows, sinks and far keys; see ``near_kernels``.
+"""Gradients of windows, sinks and far keys; see ``near_kernels`` and ``window_kernels``.
 
 With δ_i = dO_i·out_i − dn_i, p_ij = exp(s_ij − n_i), p_il = exp(x_il − n_i):
 
@@ -34,15 +34,14 @@ from lln.ops.common.kernels.features import (
     identity,
     jit,
     load_tile,
+    of_head,
+    padded,
+    row_of,
     store_tile,
 )
-from lln.ops.window.kernels.joint.near_kernels import (
-    load_sinks,
-    score_gradients,
-    visible,
-    window_of,
-)
+from lln.ops.window.kernels.joint.near_kernels import load_sinks
 from lln.ops.window.kernels.joint.state_kernels import edges, load_pair, store_state
+from lln.ops.window.kernels.window_kernels import from_natural, pull_keys, pull_queries, window_of
 
 
 @jit
@@ -71,61 +70,19 @@ def joint_dq_kernel(
     LEVEL,
     DALPHA,
     DGAMMA,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    far_batch,
-    far_head,
-    far_row,
-    out_batch,
-    out_head,
-    out_row,
-    dout_batch,
-    dout_head,
-    dout_row,
-    dq_batch,
-    dq_head,
-    dq_row,
-    dfar_batch,
-    dfar_head,
-    dfar_row,
-    mask_batch,
-    alpha_batch,
-    alpha_head,
-    gamma_batch,
-    gamma_head,
+    strides,
+    window,
     heads,
     group,
-    tokens,
-    block,
-    overlap,
-    rows_per_block,
-    scale,
-    step,
-    origin,
-    count,
     D: tl.constexpr,
     E: tl.constexpr,
     S: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    BS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     SINKS: tl.constexpr,
-    BSINKS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
     NEAR: tl.constexpr,
-    FAR: tl.constexpr,
     FULL: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DQ, DELTA and the parts of the sinks of ROWS queries.
@@ -133,14 +90,17 @@ def joint_dq_kernel(
     With far keys a program has a block of queries of all heads that share a key head, and writes
     the state that they give to these keys: LOG, DMEAN and LEVEL.
     """
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        k_row = q_row
-        v_row = q_row
-        far_row = q_row
-        out_row = q_row
-        dout_row = q_row
-        dq_row = q_row
-        dfar_row = q_row
+    FAR: tl.constexpr = LOGS is not None
+    (
+        q_strides, k_strides, v_strides, far_strides, out_strides, dout_strides, dq_strides,
+        dfar_strides, mask_batch, alpha_strides, gamma_strides,
+    ) = strides  # fmt: skip
+    tokens, block, overlap, scale, step, origin, rows_per_block, count = window
+    q_row = q_strides[2]
+    k_row, v_row = row_of(k_strides, q_row), row_of(v_strides, q_row)
+    far_row, out_row = row_of(far_strides, q_row), row_of(out_strides, q_row)
+    dout_row, dq_row = row_of(dout_strides, q_row), row_of(dq_strides, q_row)
+    dfar_row = row_of(dfar_strides, q_row)
     number = tl.program_id(0)
     members, tiles = 1, 1
     if FAR:
@@ -149,20 +109,21 @@ def joint_dq_kernel(
     first_head = tl.program_id(1).to(tl.int64) * members
     kv_head, kv_heads = first_head // group, heads // group
     b = kv_head // kv_heads
-    K += b * k_batch + kv_head % kv_heads * k_head
-    V += b * v_batch + kv_head % kv_heads * v_head
-    if HAS_MASK:
+    K += of_head(k_strides, b, kv_head % kv_heads)
+    V += of_head(v_strides, b, kv_head % kv_heads)
+    if MASK is not None:
         MASK += b * mask_batch
     if SINKS > 0:
         SINK += b * SINKS
     rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
-    features, values, slots = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BS)
+    features, values = tl.arange(0, padded(D)), tl.arange(0, padded(E))
+    slots = tl.arange(0, padded(S))
     slope = scale * LOG2E
     if FAR:
         before, after = edges(number, block, overlap, step, origin)
-        eye = identity(BS, MEANS.dtype.element_ty, THROUGH)
-        dmean = tl.zeros([BS, BE], tl.float32)
-        level = tl.zeros([BS], tl.float32)
+        eye = identity(padded(S), MEANS.dtype.element_ty, THROUGH)
+        dmean = tl.zeros([padded(S), padded(E)], tl.float32)
+        level = tl.zeros([padded(S)], tl.float32)
     for turn in range(members * tiles):
         tile = number * tiles + turn % tiles
         head = first_head + turn // tiles
@@ -170,30 +131,29 @@ def joint_dq_kernel(
         start, stop, first, last = window_of(
             tile, block, overlap, rows_per_block, tokens, ROWS, CAUSAL
         )
-        q = load_tile(Q + b * q_batch + h * q_head, q_row, start, stop, rows, features, D, BD, FULL)
+        q = load_tile(Q + of_head(q_strides, b, h), q_row, start, stop, rows, features, D, FULL)
         dout = load_tile(
-            DOUT + b * dout_batch + h * dout_head,
-            dout_row, start, stop, rows, values, E, BE, FULL,
+            DOUT + of_head(dout_strides, b, h),
+            dout_row, start, stop, rows, values, E, FULL,
         )  # fmt: skip
         out = load_tile(
-            OUT + b * out_batch + h * out_head, out_row, start, stop, rows, values, E, BE, FULL
+            OUT + of_head(out_strides, b, h), out_row, start, stop, rows, values, E, FULL
         )
         inside = rows < stop - start
         at = head * tokens + start + rows
         if FAR:
             lse = tl.load(LSE + at, mask=inside, other=float("inf"))
         else:
-            lse = tl.load(LSE + at, mask=inside, other=float("-inf"))
-            lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+            lse = from_natural(tl.load(LSE + at, mask=inside, other=float("-inf")))
         delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), axis=1)
         if DLSE is not None:
             delta -= tl.load(DLSE + at, mask=inside, other=0.0)
         tl.store(DELTA + at, delta, mask=inside)
-        dq = tl.zeros([ROWS, BD], tl.float32)
+        dq = tl.zeros([ROWS, padded(D)], tl.float32)
         wrong = tl.zeros([ROWS], tl.float32)
         if FAR:
-            alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32)
-            gamma = tl.load(GAMMA + b * gamma_batch + h * gamma_head).to(tl.float32)
+            alpha = tl.load(ALPHA + of_head(alpha_strides, b, h)).to(tl.float32)
+            gamma = tl.load(GAMMA + of_head(gamma_strides, b, h)).to(tl.float32)
             log_mass, mean, _ = load_pair(
                 LOGS, MEANS, None, kv_head, tl.num_programs(1), count, before - 1, after, slots,
                 values, S, E, not CAUSAL,
@@ -201,8 +161,8 @@ def joint_dq_kernel(
             q_far = q
             if Q_FAR is not None:
                 q_far = load_tile(
-                    Q_FAR + b * far_batch + h * far_head,
-                    far_row, start, stop, rows, slots, S, BS, FULL,
+                    Q_FAR + of_head(far_strides, b, h),
+                    far_row, start, stop, rows, slots, S, FULL,
                 )  # fmt: skip
             wide = as_float(q_far, eye)
             x = wide * (alpha * LOG2E) + (log_mass + gamma * LOG2E)[None, :]
@@ -214,47 +174,35 @@ def joint_dq_kernel(
                 share, tilt = tl.sum(far, axis=1), tl.sum(far * wide, axis=1)
                 shift, slope_far = tl.sum(dfar, axis=1), tl.sum(dfar * wide, axis=1)
             if Q_FAR is None:
-                dq = dfar * (alpha / scale)
+                dq = dfar * alpha
             else:
                 store_tile(
-                    DQ_FAR + b * dfar_batch + h * dfar_head,
-                    dfar_row, start, stop, dfar * alpha, rows, slots, S, BS, FULL,
+                    DQ_FAR + of_head(dfar_strides, b, h),
+                    dfar_row, start, stop, dfar * alpha, rows, slots, S, FULL,
                 )  # fmt: skip
         if NEAR:
             for col in range(first, last, COLS):
-                k = load_tile(K, k_row, col, last, cols, features, D, BD, FULL)
-                v = load_tile(V, v_row, col, last, cols, values, E, BE, FULL)
-                if FULL and not CAUSAL:
-                    p = tl.exp2(dot_scores(q, tl.trans(k)) * slope - lse[:, None])
-                    ds = p * (dot(dout, tl.trans(v)) - delta[:, None])
-                else:
-                    seen, keep = visible(
-                        start, first, last, col, rows, cols, MASK, HAS_MASK, CAUSAL
-                    )
-                    if HAS_MASK:
-                        k = tl.where(keep[:, None], k, 0.0)
-                        v = tl.where(keep[:, None], v, 0.0)
-                    p, ds = score_gradients(q, k, v, dout, lse, delta, seen, slope)
-                dq = dot_add(ds.to(k.dtype), k, dq)
+                dq, r, dr = pull_queries(
+                    q, dout, K, V, MASK, k_row, v_row, start, col, last, lse, delta * scale, slope,
+                    scale, dq, rows, cols, features, values, D, E, FULL, CAUSAL,
+                )  # fmt: skip
                 if DALPHA is not None:
-                    wrong += tl.sum(ds, axis=1)
+                    wrong += tl.sum(r * (dr - delta[:, None]), axis=1)
         if SINKS > 0:
-            k, outside = load_sinks(
-                SINK, K, k_row, first, last, tokens, features, SINKS, BSINKS, D, CAUSAL
-            )
-            v, outside = load_sinks(
-                SINK, V, v_row, first, last, tokens, values, SINKS, BSINKS, E, CAUSAL
-            )
-            seen = tl.broadcast_to(outside[None, :], [ROWS, BSINKS]) & inside[:, None]
-            p, ds = score_gradients(q, k, v, dout, lse, delta, seen, slope)
-            dq = dot_add(ds.to(k.dtype), k, dq)
+            k, outside = load_sinks(SINK, K, k_row, first, last, tokens, features, SINKS, D, CAUSAL)
+            v, outside = load_sinks(SINK, V, v_row, first, last, tokens, values, SINKS, E, CAUSAL)
+            r = tl.exp2(dot_scores(q, tl.trans(k)) * slope - lse[:, None])
+            r = tl.where(outside[None, :], r, 0.0)
+            ds = r * (dot(dout, tl.trans(v)) - delta[:, None])
             if DALPHA is not None:
                 wrong += tl.sum(ds, axis=1)
-            slot = tl.arange(0, BSINKS)
+            ds = (ds * scale).to(q.dtype)
+            dq = dot_add(ds, k, dq)
+            slot = tl.arange(0, padded(SINKS))
             base = (head * all_tiles + tile) * SINKS + slot
             some = (slot < SINKS)[:, None]
-            dk = dot(tl.trans(ds.to(q.dtype)), q) * scale
-            dv = dot(tl.trans(p.to(dout.dtype)), dout)
+            dk = dot(tl.trans(ds), q)
+            dv = dot(tl.trans(r.to(dout.dtype)), dout)
             pointers = DSINK_K + base[:, None] * D + features[None, :]
             tl.store(pointers, dk, mask=some & (features < D)[None, :])
             pointers = DSINK_V + base[:, None] * E + values[None, :]
@@ -263,18 +211,7 @@ def joint_dq_kernel(
             wrong += shift
             tl.store(DALPHA + head * all_tiles + tile, tl.sum(slope_far - wrong * tilt))
             tl.store(DGAMMA + head * all_tiles + tile, tl.sum(shift - wrong * share))
-        store_tile(
-            DQ + b * dq_batch + h * dq_head,
-            dq_row,
-            start,
-            stop,
-            dq * scale,
-            rows,
-            features,
-            D,
-            BD,
-            FULL,
-        )
+        store_tile(DQ + of_head(dq_strides, b, h), dq_row, start, stop, dq, rows, features, D, FULL)
     if FAR:
         log_mass, _, _ = load_pair(
             LOGS, MEANS, None, kv_head, tl.num_programs(1), count, before - 1, after, slots, values,
@@ -307,74 +244,40 @@ def joint_dkdv_kernel(
     DK_FAR,
     DV,
     DBETA,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    far_batch,
-    far_head,
-    far_row,
-    dout_batch,
-    dout_head,
-    dout_row,
-    dk_batch,
-    dk_head,
-    dk_row,
-    dfar_batch,
-    dfar_head,
-    dfar_row,
-    dv_batch,
-    dv_head,
-    dv_row,
-    mask_batch,
-    far_mask_batch,
-    beta_batch,
-    beta_head,
-    kv_heads,
-    group,
-    tokens,
-    block,
-    overlap,
-    scale,
-    step,
-    origin,
+    strides,
+    window,
     tiles,
     blocks,
+    kv_heads,
+    group,
     D: tl.constexpr,
     E: tl.constexpr,
     S: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    BS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     SINKS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
     NEAR: tl.constexpr,
-    FAR: tl.constexpr,
     FULL: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """DK and DV of COLS keys of a segment, one of its ``tiles``; DBETA[head, tile] if asked for."""
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        k_row = q_row
-        v_row = q_row
-        far_row = q_row
-        dout_row = q_row
-        dk_row = q_row
-        dfar_row = q_row
-        dv_row = q_row
+    FAR: tl.constexpr = LOGS is not None
+    (
+        q_strides, k_strides, v_strides, far_strides, dout_strides, dk_strides, dfar_strides,
+        dv_strides, mask_batch, far_mask_batch, beta_strides,
+    ) = strides  # fmt: skip
+    tokens, block, overlap, scale, step, origin = window
+    q_row = q_strides[2]
+    k_row, v_row = row_of(k_strides, q_row), row_of(v_strides, q_row)
+    far_row, dout_row = row_of(far_strides, q_row), row_of(dout_strides, q_row)
+    dk_row, dfar_row = row_of(dk_strides, q_row), row_of(dfar_strides, q_row)
+    dv_row = row_of(dv_strides, q_row)
     kv_head = tl.program_id(1).to(tl.int64)
     b, g = kv_head // kv_heads, kv_head % kv_heads
     rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
-    features, values, slots = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BS)
+    features, values = tl.arange(0, padded(D)), tl.arange(0, padded(E))
+    slots = tl.arange(0, padded(S))
     segment = tl.program_id(0) // tiles
     edge = origin + segment * step
     col = tl.maximum(edge, 0) + tl.program_id(0) % tiles * COLS
@@ -385,16 +288,16 @@ def joint_dkdv_kernel(
         return
     j = col + cols
     keep = j < stop
-    k = load_tile(K + b * k_batch + g * k_head, k_row, col, stop, cols, features, D, BD, FULL)
-    v = load_tile(V + b * v_batch + g * v_head, v_row, col, stop, cols, values, E, BE, FULL)
-    if HAS_MASK:
+    k = load_tile(K + of_head(k_strides, b, g), k_row, col, stop, cols, features, D, FULL)
+    v = load_tile(V + of_head(v_strides, b, g), v_row, col, stop, cols, values, E, FULL)
+    if MASK is not None:
         keep = tl.load(MASK + b * mask_batch + j, mask=keep, other=0) != 0
         k = tl.where(keep[:, None], k, 0.0)
         v = tl.where(keep[:, None], v, 0.0)
-    dk = tl.zeros([COLS, BD], tl.float32)
-    dv = tl.zeros([COLS, BE], tl.float32)
+    dk = tl.zeros([COLS, padded(D)], tl.float32)
+    dv = tl.zeros([COLS, padded(E)], tl.float32)
     if FAR:
-        beta = tl.load(BETA + b * beta_batch + g * beta_head).to(tl.float32)
+        beta = tl.load(BETA + of_head(beta_strides, b, g)).to(tl.float32)
         later = (edge + step + overlap + block - 1) // block
         earlier = tl.where(edge >= overlap + block, (edge - overlap) // block - 1, -1)
         log, mean, level = load_pair(
@@ -404,10 +307,10 @@ def joint_dkdv_kernel(
         k_far = k
         if K_FAR is not None:
             k_far = load_tile(
-                K_FAR + b * far_batch + g * far_head, far_row, col, stop, cols, slots, S, BS, FULL
+                K_FAR + of_head(far_strides, b, g), far_row, col, stop, cols, slots, S, FULL
             )
         kept = keep
-        wide = as_float(k_far, identity(BS, k_far.dtype, THROUGH))
+        wide = as_float(k_far, identity(padded(S), k_far.dtype, THROUGH))
         if FAR_MASK is not None:
             kept = tl.load(FAR_MASK + b * far_mask_batch + j, mask=j < stop, other=0) != 0
             wide = tl.where(kept[:, None], wide, 0.0)
@@ -422,11 +325,11 @@ def joint_dkdv_kernel(
             at = kv_head * tl.num_programs(0) + tl.program_id(0)
             tl.store(DBETA + at, tl.sum(gradient * wide))
         if K_FAR is None:
-            dk = gradient * (beta / scale)
+            dk = gradient * beta
         else:
             store_tile(
-                DK_FAR + b * dfar_batch + g * dfar_head,
-                dfar_row, col, stop, gradient * beta, cols, slots, S, BS, FULL,
+                DK_FAR + of_head(dfar_strides, b, g),
+                dfar_row, col, stop, gradient * beta, cols, slots, S, FULL,
             )  # fmt: skip
     if NEAR:
         last = tl.minimum(col + COLS, stop) - 1
@@ -434,41 +337,15 @@ def joint_dkdv_kernel(
         begin = col
         if not CAUSAL:
             begin = tl.maximum(col - overlap, 0) // block * block
-        slope = scale * LOG2E
         for member in range(group):
-            h = g * group + member
-            head = kv_head * group + member
+            h, head = g * group + member, kv_head * group + member
             for start in range(begin, end, ROWS):
-                q = load_tile(
-                    Q + b * q_batch + h * q_head, q_row, start, end, rows, features, D, BD, FULL
-                )
-                dout = load_tile(
-                    DOUT + b * dout_batch + h * dout_head,
-                    dout_row, start, end, rows, values, E, BE, FULL,
+                dk, dv = pull_keys(
+                    k, v, Q + of_head(q_strides, b, h), DOUT + of_head(dout_strides, b, h),
+                    LSE + head * tokens, DELTA + head * tokens, q_row, dout_row, start, end, j,
+                    keep, block, overlap, scale, 0.0, dk, dv, rows, features, values, D, E, FULL,
+                    FULL, MASK is not None, CAUSAL, not FAR,
                 )  # fmt: skip
-                i = start + rows
-                inside = i < end
-                if FAR:
-                    lse = tl.load(LSE + head * tokens + i, mask=inside, other=float("inf"))
-                else:
-                    lse = tl.load(LSE + head * tokens + i, mask=inside, other=float("-inf"))
-                    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-                delta = tl.load(DELTA + head * tokens + i, mask=inside, other=0.0)
-                s = dot_scores(k, tl.trans(q)) * slope - lse[None, :]
-                if not FULL:
-                    first = i // block * block
-                    seen = keep[:, None] & inside[None, :]
-                    seen = seen & (j[:, None] >= (first - overlap)[None, :])
-                    if not CAUSAL:
-                        seen = seen & (j[:, None] < (first + block + overlap)[None, :])
-                    s = tl.where(seen, s, float("-inf"))
-                if CAUSAL:
-                    s = tl.where(j[:, None] <= i[None, :], s, float("-inf"))
-                p = tl.exp2(s)
-                ds = p * (dot(v, tl.trans(dout)) - delta[None, :])
-                dv = dot_add(p.to(dout.dtype), dout, dv)
-                dk = dot_add(ds.to(q.dtype), q, dk)
-    dk *= scale
     for sink in tl.static_range(SINKS):
         mine = (j == tl.load(SINK + b * SINKS + sink))[:, None]
         base = kv_head * SINKS + sink
@@ -476,5 +353,5 @@ def joint_dkdv_kernel(
         dk += tl.where(mine, more[None, :], 0.0)
         more = tl.load(DSINK_V + base * E + values, mask=values < E, other=0.0)
         dv += tl.where(mine, more[None, :], 0.0)
-    store_tile(DK + b * dk_batch + g * dk_head, dk_row, col, stop, dk, cols, features, D, BD, FULL)
-    store_tile(DV + b * dv_batch + g * dv_head, dv_row, col, stop, dv, cols, values, E, BE, FULL)
+    store_tile(DK + of_head(dk_strides, b, g), dk_row, col, stop, dk, cols, features, D, FULL)
+    store_tile(DV + of_head(dv_strides, b, g), dv_row, col, stop, dv, cols, values, E, FULL)

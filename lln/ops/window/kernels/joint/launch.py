@@ -11,7 +11,6 @@ from torch import Tensor
 from lln.ops.common.kernels.launching import (
     Launch,
     Layout,
-    alike,
     layout,
     planned,
     row_strides,
@@ -46,8 +45,7 @@ class Window(NamedTuple):
 
     @property
     def slope(self) -> float:
-        """The scale, never 0: gradients of far keys are divided by it until those of near ones
-        are multiplied by it, so that the two have one accumulator."""
+        """The scale, never 0, which would make −inf, a key that is not there, no number."""
         return self.scale or 1e-30
 
     @property
@@ -82,6 +80,10 @@ class Window(NamedTuple):
     def directions(self) -> int:
         """From which sides a block sees far keys."""
         return 1 if self.causal else 2
+
+    def numbers(self, step: int, origin: int) -> tuple[Any, ...]:
+        """What all kernels are told of a window."""
+        return self.tokens, self.block, self.overlap, self.slope, step, origin
 
     def whole(self, rows: int, cols: int) -> bool:
         """Whether tiles of so many queries fill the blocks, and of keys windows and segments."""
@@ -180,9 +182,8 @@ def chosen(name: str, near: NearPlan, far: FarPlan | None) -> tuple[Tile, dict[s
     """The tile of a kernel, named by whether there are far keys, and what follows from it."""
     d, e, s = near.q[0][-1], near.v[0][-1], slots_of(near, far)
     t = tile(("near" if far is None else "joint") + name, max(d, s), e, *near.q[2:])
-    widths = {"D": d, "E": e, "S": s, "BD": padded(d), "BE": padded(e), "BS": padded(s)}
-    flags = {"HAS_MASK": near.mask is not None, "FAR": far is not None, "SINKS": near.sinks}
-    return t, {**widths, **flags, **t.options}
+    widths = {"D": d, "E": e, "S": s, "SINKS": near.sinks}
+    return t, {**widths, **t.options}
 
 
 def tensors_of(far: Far | None, states: States | None) -> tuple[Tensor | None, ...]:
@@ -193,19 +194,20 @@ def tensors_of(far: Far | None, states: States | None) -> tuple[Tensor | None, .
 
 
 def of_queries(
-    near: NearPlan, far: FarPlan | None, window: Window, rows: int
+    near: NearPlan, far: FarPlan | None, window: Window, rows: int, strides: tuple[Strides, ...]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a kernel of queries after its tensors' strides, and its constants."""
+    """The arguments of a kernel of queries after its tensors, and its constants."""
     heads, kv_heads = near.q[0][1], near.k[0][1]
-    scales = (0, 0, 0, 0) if far is None else (*far.alpha, *far.gamma)
+    scales = ((0, 0), (0, 0)) if far is None else (far.alpha, far.gamma)
     numbers = (
-        *(near.mask or 0, *scales, heads, heads // kv_heads, window.tokens, window.block),
-        *(window.overlap, steps(window.block, rows), window.slope),
-        *(window.step, window.origin, window.states),
+        (*row_strides(*strides), near.mask or 0, *scales),
+        (*window.numbers(window.step, window.origin), steps(window.block, rows), window.states),
+        heads,
+        heads // kv_heads,
     )
     cols = min(rows, MOST_KEYS)
     constants = {
-        "ROWS": rows, "COLS": cols, "BSINKS": padded(near.sinks), "CAUSAL": window.causal,
+        "ROWS": rows, "COLS": cols, "CAUSAL": window.causal,
         "NEAR": window.near, "FULL": window.whole(rows, cols) and near.mask is None,
     }  # fmt: skip
     return numbers, constants
@@ -228,13 +230,13 @@ def _forward_plan(near: NearPlan, far: FarPlan | None, window: Window) -> tuple[
     (b, heads, *_), e = near.q[0], near.v[0][-1]
     t, constants = chosen("", near, far)
     rows = min(t.rows, padded(window.block))
-    numbers, more = of_queries(near, far, window, rows)
     out = rows_of(near.q, e)
     features = near.q if far is None or far.q is None else far.q
     strides = near.q[1], near.k[1], near.v[1], features[1], out[1]
+    numbers, more = of_queries(near, far, window, rows, strides)
     return out, Launch(
-        joint_kernel, (window.blocks * steps(window.block, rows), b * heads),
-        (*row_strides(*strides), *numbers), ALIKE=alike(*strides), **constants, **more,
+        joint_kernel, (window.blocks * steps(window.block, rows), b * heads), numbers,
+        FLIP=window.scale < 0, **constants, **more,
     )  # fmt: skip
 
 
@@ -254,10 +256,10 @@ def _segments_plan(k: Layout, v: Layout, far: FarPlan, window: Window) -> Launch
     rows = min(t.rows, padded(window.step))
     return Launch(
         segments_kernel, (window.states, b * heads),
-        (*row_strides(k_strides, v_strides), *far.beta, far.mask or 0, heads, keys, window.step,
+        ((*row_strides(k_strides, v_strides), far.beta, far.mask or 0), heads, keys, window.step,
          window.origin),
-        S=s, E=e, BS=padded(s), BE=padded(e), ROWS=rows, FULL=window.whole(rows, rows),
-        HAS_MASK=far.mask is not None, ALIKE=alike(k_strides, v_strides), **t.options,
+        S=s, E=e, ROWS=rows, FULL=window.whole(rows, rows),
+        **t.options,
     )  # fmt: skip
 
 

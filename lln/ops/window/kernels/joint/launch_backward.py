@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lln.ops.common.kernels.launching import Launch, alike, planned, row_strides, rows_of, steps
+from lln.ops.common.kernels.launching import Launch, planned, row_strides, rows_of, steps
 from lln.ops.common.kernels.library import floats, rows_contiguous
 from lln.ops.common.kernels.tiles import padded
 from lln.ops.window.kernels.joint.backward_kernels import joint_dkdv_kernel, joint_dq_kernel
@@ -112,14 +112,14 @@ def _queries_plan(
     (b, heads, _, d), kv_heads = near.q[0], near.k[0][1]
     t, constants = chosen("_dq", near, far)
     rows = min(t.rows, padded(window.block))
-    numbers, more = of_queries(near, far, window, rows)
     tiles = window.blocks * steps(window.block, rows)
     features = near.q if far is None or far.q is None else far.q
     dq, dq_far = rows_of(near.q, d), rows_of(features, slots_of(near, far))
     strides = near.q[1], near.k[1], near.v[1], features[1], out, dout, dq[1], dq_far[1]
+    numbers, more = of_queries(near, far, window, rows, strides)
     launch = Launch(
         joint_dq_kernel, (tiles, b * heads) if far is None else (window.blocks, b * kv_heads),
-        (*row_strides(*strides), *numbers), ALIKE=alike(*strides), **constants, **more,
+        numbers, **constants, **more,
     )  # fmt: skip
     return (dq, dq_far), tiles, launch
 
@@ -161,9 +161,9 @@ def _keys_plan(
     strides = near.q[1], near.k[1], near.v[1], features[1], dout, dk[1], dk_far[1], dv[1]
     launch = Launch(
         joint_dkdv_kernel, (programs, b * kv_heads),
-        (*row_strides(*strides), near.mask or 0, far_mask or 0, *beta, kv_heads, heads // kv_heads,
-         tokens, window.block, window.overlap, window.slope, step, origin, tiles, window.blocks),
+        ((*row_strides(*strides), near.mask or 0, far_mask or 0, beta),
+         window.numbers(step, origin), tiles, window.blocks, kv_heads, heads // kv_heads),
         ROWS=rows, COLS=rows, CAUSAL=window.causal, NEAR=window.near,
-        FULL=window.whole(rows, rows) and near.mask is None, ALIKE=alike(*strides), **constants,
+        FULL=window.whole(rows, rows) and near.mask is None, **constants,
     )  # fmt: skip
     return (dk, dk_far, dv), programs, launch

@@ -1,10 +1,8 @@
 # type: ignore
-"""What the kernels of windows share, and their forward pass: near keys exactly, far ones by LLN.
+"""Near keys exactly, far ones by LLN, under one normaliser: the forward pass.
 
-Query i of block b sees the keys C·b − o … C·(b+1) + right − 1, right = o or, if causal, up to i;
-and the sinks, keys at given positions that every query sees (causal: every one after them):
-
-    s_ij = scale q_i·k_j.
+A query sees its window (:mod:`lln.ops.window.kernels.window_kernels`) and the sinks, keys at given
+positions that every query sees (causal: every one after them), with scores s_ij = scale q_i·k_j.
 
 With far keys (FAR) the block has one more tile, the slots l of their merged state (L_b, M_b),
 :mod:`lln.ops.window.kernels.joint.state_kernels`, as if they were keys with the values M_bl:
@@ -12,7 +10,7 @@ With far keys (FAR) the block has one more tile, the slots l of their merged sta
     x_il = α q_il + L_bl + γ,   n_i = log (Σ_j exp(s_ij) + Σ_l exp(x_il)),
     out_i = Σ_j exp(s_ij − n_i) v_j + Σ_l exp(x_il − n_i) M_bl
 
-Without near keys (not NEAR) there are the slots alone. FULL: every tile is whole, none is masked.
+Without near keys (not NEAR) there are the slots alone.
 """
 
 from __future__ import annotations
@@ -20,48 +18,21 @@ from __future__ import annotations
 import triton.language as tl
 
 from lln.ops.common.kernels.features import (
+    FLOOR,
     LN2,
     LOG2E,
     as_float,
-    dot,
-    dot_add,
     dot_scores,
     identity,
     jit,
     load_tile,
+    of_head,
+    padded,
+    row_of,
     store_tile,
 )
 from lln.ops.window.kernels.joint.state_kernels import edges, load_pair
-
-
-@jit
-def window_of(here, block, overlap, rows_per_block, keys, ROWS: tl.constexpr, CAUSAL: tl.constexpr):
-    """(first row, end of the block, start and end of the keys) of a program of queries."""
-    number = here // rows_per_block
-    start = number * block + here % rows_per_block * ROWS
-    stop = tl.minimum((number + 1) * block, keys)
-    first = tl.maximum(number * block - overlap, 0)
-    last = stop
-    if CAUSAL:
-        last = tl.minimum(stop, start + ROWS)
-    else:
-        last = tl.minimum((number + 1) * block + overlap, keys)
-    return start, stop, first, last
-
-
-@jit
-def visible(
-    start, first, last, col, rows, cols, MASK, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr
-):
-    """Which keys col + cols of a window a query start + rows sees."""
-    j = col + cols
-    keep = j < last
-    if HAS_MASK:
-        keep = tl.load(MASK + j, mask=keep, other=0) != 0
-    seen = tl.broadcast_to(keep[None, :], [rows.shape[0], cols.shape[0]])
-    if CAUSAL:
-        seen = seen & (j[None, :] <= (start + rows)[:, None])
-    return seen, keep
+from lln.ops.window.kernels.window_kernels import attend_keys, attend_scores, window_of
 
 
 @jit
@@ -74,12 +45,11 @@ def load_sinks(
     keys,
     columns,
     COUNT: tl.constexpr,
-    BS: tl.constexpr,
     WIDTH: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
     """The rows of X at the positions of the sinks that lie outside of a window, and which do."""
-    slot = tl.arange(0, BS)
+    slot = tl.arange(0, padded(COUNT))
     position = tl.load(SINK + slot, mask=slot < COUNT, other=keys)
     outside = position < first
     if not CAUSAL:
@@ -88,33 +58,6 @@ def load_sinks(
     pointers = X + position[:, None] * row + columns[None, :]
     tile = tl.load(pointers, mask=outside[:, None] & (columns < WIDTH)[None, :], other=0.0)
     return tile, outside
-
-
-@jit
-def attend_tile(q, k, v, seen, top, weight, total, scale):
-    """Add a tile of keys to a running softmax (base 2)."""
-    s = tl.where(seen, dot_scores(q, tl.trans(k)) * scale, float("-inf"))
-    return attend_scores(s, v, top, weight, total)
-
-
-@jit
-def attend_scores(s, v, top, weight, total):
-    """The same, given their scores."""
-    new = tl.maximum(top, tl.max(s, axis=1))
-    safe = tl.where(new == float("-inf"), 0.0, new)
-    p = tl.exp2(s - safe[:, None])
-    shrink = tl.exp2(top - safe)
-    weight = weight * shrink + tl.sum(p, axis=1)
-    total = dot_add(p.to(v.dtype), v, total * shrink[:, None])
-    return new, weight, total
-
-
-@jit
-def score_gradients(q, k, v, dout, log, delta, seen, slope):
-    """(p, ds) of a tile of queries and keys."""
-    s = dot_scores(q, tl.trans(k)) * slope - log[:, None]
-    p = tl.exp2(tl.where(seen, s, float("-inf")))
-    return p, p * (dot(dout, tl.trans(v)) - delta[:, None])
 
 
 @jit
@@ -131,52 +74,20 @@ def joint_kernel(
     GAMMA,
     OUT,
     LSE,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    far_batch,
-    far_head,
-    far_row,
-    out_batch,
-    out_head,
-    out_row,
-    mask_batch,
-    alpha_batch,
-    alpha_head,
-    gamma_batch,
-    gamma_head,
+    strides,
+    window,
     heads,
     group,
-    tokens,
-    block,
-    overlap,
-    rows_per_block,
-    scale,
-    step,
-    origin,
-    count,
     D: tl.constexpr,
     E: tl.constexpr,
     S: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    BS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     SINKS: tl.constexpr,
-    BSINKS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
     NEAR: tl.constexpr,
-    FAR: tl.constexpr,
     FULL: tl.constexpr,
-    ALIKE: tl.constexpr,
+    FLIP: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """OUT and LSE of ROWS queries of one block.
@@ -184,33 +95,37 @@ def joint_kernel(
     LSE is natural and −inf without a key, or with far keys in base 2 and +inf. The features of far
     keys are the queries themselves where Q_FAR is None.
     """
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        k_row = q_row
-        v_row = q_row
-        far_row = q_row
-        out_row = q_row
+    FAR: tl.constexpr = LOGS is not None
+    (
+        q_strides, k_strides, v_strides, far_strides, out_strides, mask_batch, alpha_strides,
+        gamma_strides,
+    ) = strides  # fmt: skip
+    tokens, block, overlap, scale, step, origin, rows_per_block, count = window
+    q_row = q_strides[2]
+    k_row, v_row = row_of(k_strides, q_row), row_of(v_strides, q_row)
+    far_row, out_row = row_of(far_strides, q_row), row_of(out_strides, q_row)
     head = tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
-    Q += b * q_batch + h * q_head
-    K += b * k_batch + h // group * k_head
-    V += b * v_batch + h // group * v_head
-    OUT += b * out_batch + h * out_head
-    if HAS_MASK:
+    Q += of_head(q_strides, b, h)
+    K += of_head(k_strides, b, h // group)
+    V += of_head(v_strides, b, h // group)
+    OUT += of_head(out_strides, b, h)
+    if MASK is not None:
         MASK += b * mask_batch
     rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
-    features, values = tl.arange(0, BD), tl.arange(0, BE)
+    features, values = tl.arange(0, padded(D)), tl.arange(0, padded(E))
     start, stop, first, last = window_of(
         tl.program_id(0), block, overlap, rows_per_block, tokens, ROWS, CAUSAL
     )
-    slope = scale * LOG2E
-    q = load_tile(Q, q_row, start, stop, rows, features, D, BD, FULL)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
+    slope = (-scale if FLIP else scale) * LOG2E
+    q = load_tile(Q, q_row, start, stop, rows, features, D, FULL)
+    top = tl.full([ROWS], FLOOR, tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
-    total = tl.zeros([ROWS, BE], tl.float32)
+    total = tl.zeros([ROWS, padded(E)], tl.float32)
     if FAR:
-        slots = tl.arange(0, BS)
-        alpha = tl.load(ALPHA + b * alpha_batch + h * alpha_head).to(tl.float32) * LOG2E
-        gamma = tl.load(GAMMA + b * gamma_batch + h * gamma_head).to(tl.float32) * LOG2E
+        slots = tl.arange(0, padded(S))
+        alpha = tl.load(ALPHA + of_head(alpha_strides, b, h)).to(tl.float32) * LOG2E
+        gamma = tl.load(GAMMA + of_head(gamma_strides, b, h)).to(tl.float32) * LOG2E
         before, after = edges(tl.program_id(0) // rows_per_block, block, overlap, step, origin)
         log_mass, mean, _ = load_pair(
             LOGS, MEANS, None, head // group, tl.num_programs(1) // group, count, before - 1, after,
@@ -218,38 +133,31 @@ def joint_kernel(
         )  # fmt: skip
         q_far = q
         if Q_FAR is not None:
-            Q_FAR += b * far_batch + h * far_head
-            q_far = load_tile(Q_FAR, far_row, start, stop, rows, slots, S, BS, FULL)
+            Q_FAR += of_head(far_strides, b, h)
+            q_far = load_tile(Q_FAR, far_row, start, stop, rows, slots, S, FULL)
         x = (
-            as_float(q_far, identity(BS, q_far.dtype, THROUGH)) * alpha
+            as_float(q_far, identity(padded(S), q_far.dtype, THROUGH)) * alpha
             + (log_mass + gamma)[None, :]
         )
-        top, weight, total = attend_scores(x, mean, top, weight, total)
+        top, weight, total = attend_scores(x, 1.0, mean, top, weight, total, True)
     if NEAR:
         for col in range(first, last, COLS):
-            k = load_tile(K, k_row, col, last, cols, features, D, BD, FULL)
-            v = load_tile(V, v_row, col, last, cols, values, E, BE, FULL)
-            if FULL and not CAUSAL:
-                s = dot_scores(q, tl.trans(k)) * slope
-                top, weight, total = attend_scores(s, v, top, weight, total)
-            else:
-                seen, keep = visible(start, first, last, col, rows, cols, MASK, HAS_MASK, CAUSAL)
-                if HAS_MASK:
-                    v = tl.where(keep[:, None], v, 0.0)
-                top, weight, total = attend_tile(q, k, v, seen, top, weight, total, slope)
+            top, weight, total = attend_keys(
+                q, K, V, MASK, k_row, v_row, start, col, last, slope, top, weight, total, rows,
+                cols, features, values, D, E, FULL, CAUSAL, FLIP, False,
+            )  # fmt: skip
     if SINKS > 0:
         SINK += b * SINKS
-        k, outside = load_sinks(
-            SINK, K, k_row, first, last, tokens, features, SINKS, BSINKS, D, CAUSAL
-        )
-        v, outside = load_sinks(
-            SINK, V, v_row, first, last, tokens, values, SINKS, BSINKS, E, CAUSAL
-        )
-        seen = tl.broadcast_to(outside[None, :], [ROWS, BSINKS])
-        top, weight, total = attend_tile(q, k, v, seen, top, weight, total, slope)
+        k, outside = load_sinks(SINK, K, k_row, first, last, tokens, features, SINKS, D, CAUSAL)
+        v, outside = load_sinks(SINK, V, v_row, first, last, tokens, values, SINKS, E, CAUSAL)
+        s = dot_scores(q, tl.trans(k))
+        if FLIP:
+            s = -s
+        s = tl.where(outside[None, :], s, float("-inf"))
+        top, weight, total = attend_scores(s, slope, v, top, weight, total, False)
     empty = weight == 0.0
     out = total / tl.where(empty, 1.0, weight)[:, None]
-    store_tile(OUT, out_row, start, stop, out, rows, values, E, BE, FULL)
+    store_tile(OUT, out_row, start, stop, out, rows, values, E, FULL)
     log = top + tl.log2(tl.where(empty, 1.0, weight))
     log = tl.where(empty, float("inf"), log) if FAR else tl.where(empty, float("-inf"), log * LN2)
     tl.store(LSE + head * tokens + start + rows, log, mask=rows < stop - start)

@@ -25,6 +25,9 @@ from lln.ops.common.kernels.features import (
     jit,
     load_tile,
     normalized,
+    of_head,
+    padded,
+    row_of,
 )
 
 
@@ -36,53 +39,42 @@ def segments_kernel(
     MASK,
     LOG,
     MEAN,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    beta_batch,
-    beta_head,
-    mask_batch,
+    strides,
     heads,
     keys,
     step,
     origin,
     S: tl.constexpr,
     E: tl.constexpr,
-    BS: tl.constexpr,
-    BE: tl.constexpr,
     ROWS: tl.constexpr,
     FULL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    ALIKE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
     """LOG and MEAN of one segment of keys."""
-    if ALIKE:  # one set of addresses inside a tile serves all, which saves registers
-        v_row = k_row
+    k_strides, v_strides, beta_strides, mask_batch = strides
+    k_row = k_strides[2]
+    v_row = row_of(v_strides, k_row)
     head = tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
-    K += b * k_batch + h * k_head
-    V += b * v_batch + h * v_head
-    if HAS_MASK:
+    K += of_head(k_strides, b, h)
+    V += of_head(v_strides, b, h)
+    if MASK is not None:
         MASK += b * mask_batch
-    beta = tl.load(BETA + b * beta_batch + h * beta_head).to(tl.float32) * LOG2E
-    rows, slots, values = tl.arange(0, ROWS), tl.arange(0, BS), tl.arange(0, BE)
-    eye = identity(BS, K.dtype.element_ty, THROUGH)
+    beta = tl.load(BETA + of_head(beta_strides, b, h)).to(tl.float32) * LOG2E
+    rows, slots, values = tl.arange(0, ROWS), tl.arange(0, padded(S)), tl.arange(0, padded(E))
+    eye = identity(padded(S), K.dtype.element_ty, THROUGH)
     begin = origin + tl.program_id(0) * step
     end = tl.minimum(begin + step, keys)
-    peak = tl.full([BS], FLOOR, tl.float32)
-    mass = tl.zeros([BS], tl.float32)
-    total = tl.zeros([BS, BE], tl.float32)
+    peak = tl.full([padded(S)], FLOOR, tl.float32)
+    mass = tl.zeros([padded(S)], tl.float32)
+    total = tl.zeros([padded(S), padded(E)], tl.float32)
     for start in range(tl.maximum(begin, 0), end, ROWS):
-        k = load_tile(K, k_row, start, end, rows, slots, S, BS, FULL)
-        v = load_tile(V, v_row, start, end, rows, values, E, BE, FULL)
+        k = load_tile(K, k_row, start, end, rows, slots, S, FULL)
+        v = load_tile(V, v_row, start, end, rows, values, E, FULL)
         x = as_float_transposed(k, eye) * beta
-        if HAS_MASK or not FULL:
+        if MASK is not None or not FULL:
             keep = rows < end - start
-            if HAS_MASK:
+            if MASK is not None:
                 keep = tl.load(MASK + start + rows, mask=keep, other=0) != 0
                 v = tl.where(keep[:, None], v, 0.0)
             x = tl.where(keep[None, :], x, float("-inf"))
