@@ -34,7 +34,9 @@ MOST_ELEMENTS = 1 << 20
 Cut = tuple[slice, slice]  # of samples and of key heads
 
 
-def over_heads(compute: Callable[..., Any], shapes: Callable[..., Any]) -> Callable[..., Any]:
+def over_heads(
+    compute: Callable[..., Any], shapes: Callable[..., Any], *, fills: bool = False
+) -> Callable[..., Any]:
     """Call ``compute`` on a CPU for a few samples and heads at a time, on all of torch's threads.
 
     Args:
@@ -42,18 +44,24 @@ def over_heads(compute: Callable[..., Any], shapes: Callable[..., Any]) -> Calla
             ``[B, Hkv, ...]``, and results of the same kind; masks and positions, which are not of
             floating point, begin with samples only.
         shapes: The same arguments to empty results.
+        fills: Whether ``compute`` writes into its result, which it then takes as its last argument
+            and need not hold twice.
     """
 
     def computed(*args: Any) -> Any:
         cuts = _cuts([x for x in args if isinstance(x, Tensor) and x.is_floating_point()])
         if not cuts:
-            return compute(*args)
+            return compute(*args, shapes(*args)) if fills else compute(*args)
         made = shapes(*args)
         results = made if isinstance(made, tuple) else (made,)
         heads = min(x.shape[1] for x in args if isinstance(x, Tensor) and x.is_floating_point())
 
         def run(cut: Cut) -> None:
-            found = compute(*(_piece(x, cut, heads) for x in args))
+            pieces = [_piece(x, cut, heads) for x in args]
+            if fills:
+                compute(*pieces, _piece(made, cut, heads))
+                return
+            found = compute(*pieces)
             parts = found if isinstance(found, tuple) else (found,)
             for whole, part in zip(results, parts, strict=True):
                 _piece(whole, cut, heads).copy_(part)

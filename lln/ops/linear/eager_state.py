@@ -97,7 +97,7 @@ def _slot_weights(q: Tensor, alpha: Tensor, log_mass: Tensor, scratch: Scratch) 
     empty = (log_mass == -torch.inf).all(-1, keepdim=True)
     log_mass = log_mass.masked_fill(empty, 0)[:, :, None, None, :]
     scores = torch.mul(q, alpha[..., None, None], out=scratch("scores", *q.shape)).add_(log_mass)
-    return torch.softmax(scores, dim=-1, out=scratch("slots", *q.shape))
+    return torch.softmax(scores, dim=-1, out=scores)
 
 
 def _grouped(x: Tensor, heads: int) -> Tensor:
@@ -112,10 +112,10 @@ def _read(
     mean: Tensor,
     slot_dropout: Tensor | None,
     wide: bool,
+    out: Tensor,
 ) -> Tensor:
     heads, scratch = log_mass.shape[1], Scratch(q, mean.dtype)
     scale = _grouped(alpha, heads)
-    out = q.new_empty((*q.shape[:3], mean.shape[-1]), dtype=mean.dtype if wide else q.dtype)
     for part in chunks(q):
         weights = _slot_weights(_grouped(q[:, :, part], heads), scale, log_mass, scratch)
         if slot_dropout is not None:
@@ -219,7 +219,7 @@ read_op = register(
     "read_eager"
     "(Tensor q, Tensor alpha, Tensor log_mass, Tensor mean, Tensor? slot_dropout, bool wide)"
     " -> Tensor",
-    without_autocast(over_heads(_read, _read_shapes)),
+    without_autocast(over_heads(_read, _read_shapes, fills=True)),
     _read_shapes,
     save=_save_for_read,
     differentiate=_differentiate_read,

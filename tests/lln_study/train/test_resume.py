@@ -45,6 +45,14 @@ def test_killed_and_resumed_it_is_bit_identical(whole, tmp_path):
     same(folder, whole)
 
 
+@pytest.fixture
+def listens():
+    """Ctrl-C as in a terminal: what runs in the background may have been told to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Interrupted(Toy):
     """Ctrl-C in the middle of the update that begins at step 24, as often as ``presses``."""
 
@@ -61,7 +69,7 @@ class Interrupted(Toy):
         return super().batch(step, rows)
 
 
-def test_after_ctrl_c_it_is_saved_and_goes_on_the_same(whole, tmp_path, capsys):
+def test_after_ctrl_c_it_is_saved_and_goes_on_the_same(whole, tmp_path, capsys, listens):
     config, before = toy_config(**SETTINGS), signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         train(Interrupted(config, dropout=0.2), config, tmp_path, tensorboard=False)
@@ -72,7 +80,7 @@ def test_after_ctrl_c_it_is_saved_and_goes_on_the_same(whole, tmp_path, capsys):
     same(tmp_path, whole)
 
 
-def test_ctrl_c_twice_stops_at_once(tmp_path):
+def test_ctrl_c_twice_stops_at_once(tmp_path, listens):
     config, task = toy_config(**SETTINGS), Interrupted
     with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(task, "presses", 2)
