@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lln.functional import attention, attention_varlen, prefill, which
     from lln.moments import match_moments
     from lln.ops.linear.state import State, read, summarize
+    from lln.ops.window.near import Near
     from lln.zoo import create, describe, list_mechanisms
 
 _PUBLIC = {
@@ -25,6 +26,7 @@ _PUBLIC = {
     "summarize": "lln.ops.linear.state",
     "read": "lln.ops.linear.state",
     "State": "lln.ops.linear.state",
+    "Near": "lln.ops.window.near",
     "match_moments": "lln.moments",
     "which": "lln.functional",
     "create": "lln.zoo",
@@ -35,6 +37,7 @@ _MODULES = ("distributed", "hf", "instruments", "moments", "nn", "onnx")
 _NEEDS = {"hf": "transformers", "onnx": "onnx"}  # extras of the same names install them
 
 __all__ = [
+    "Near",
     "State",
     "attention",
     "attention_varlen",

@@ -175,7 +175,7 @@ class StateLayer(CacheLayerMixin):
             out, self.memory = chunk.attend(core, self.memory, new, constants, key_mask)
             return out
         memory = self.memory.writable()
-        memory = memory if key_mask is None else memory.with_mask(core.local)
+        memory = memory if key_mask is None else memory.with_mask(core.near)
         if not may_look_at(k):  # kernels fold, and where blocks begin only the device knows
             memory = chunk.with_pending(core, memory, constants)
         count = self.tokens - 1 if key_mask is None else None

@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lln.ops.window.near import Near
+
 
 def spaced_rows(
     tokens: int,
@@ -47,20 +49,18 @@ def fields_of_rows(
     index: Int[Tensor, "#B r"],
     queries: int,
     keys: int,
-    block: int,
-    overlap: int,
-    sinks: int,
+    near: Near,
     key_mask: Tensor | None,
     is_causal: bool,
 ) -> tuple[Bool[Tensor, "#B 1 r M"], Bool[Tensor, "#B 1 r M"]]:
     """Which keys are near the queries ``index``, and which are far from them."""
     i = index[:, None, :, None] + keys - queries
     j = torch.arange(keys, device=index.device)
-    start = i.div(block, rounding_mode="floor") * block
-    left, right = j < start - overlap, j >= start + block + overlap
+    start = i.div(near.block, rounding_mode="floor") * near.block
+    left, right = j < start - near.overlap, j >= start + near.block + near.overlap
     outside = left | (right & (not is_causal))
     valid = (j >= 0)[None] if key_mask is None else key_mask
-    is_sink = (valid & (valid.cumsum(1) <= sinks))[:, None, None]
+    is_sink = (valid & (valid.cumsum(1) <= near.sinks))[:, None, None]
     seen = valid[:, None, None] & ((j <= i) if is_causal else torch.ones_like(outside))
     far = outside & ~is_sink & seen
     return seen & ~far, far

@@ -36,7 +36,7 @@ Each query is an exact copy of one key; the table shows how often the largest we
 key, and how much weight the key gets on average. Softmax finds it and attends to it. LLN does not:
 its matrix has rank at most the head size, so it can emulate how widely attention is spread, but not
 the lookup of one token among many. Tasks that live on exact recall need some softmax layers or
-another mechanism; the block-diagonal branch (`diag_block`) helps only where the target is near.
+another mechanism; the block-diagonal branch (`near`) helps only where the target is near.
 """
 
 COST = """
