@@ -67,9 +67,9 @@ def _check_blocks(layout: Layout, tokens: int, near: Near | None) -> None:
     if near is None:
         return
     for length in layout.lengths(tokens):
-        if length % near.block or length < near.overlap:
+        try:
+            near.check_slice(length)
+        except ValueError as error:
             raise ValueError(
-                f"{tokens} tokens are split into {layout.lengths(tokens)}; with near={near} each "
-                "part must be a multiple of the block and at least as long as the overlap; pad the "
-                "sequence, with key_mask"
-            )
+                f"{tokens} tokens are split into {layout.lengths(tokens)} with near={near}: {error}"
+            ) from None

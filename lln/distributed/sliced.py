@@ -93,14 +93,14 @@ def attention(
         alpha, beta: As in :func:`lln.attention`, equal on all processes. Left out, they are
             measured on the whole sequence, at the cost of a second exchange of 6 numbers per head.
         key_mask, query_mask: Those of the slice.
-        near: As in :func:`lln.attention`, without sinks. Slices must be multiples of its blocks,
-            and at least as long as they overlap.
+        near: As in :func:`lln.attention`, without first keys that all see. Slices must be multiples
+            of its blocks, and at least as long as its windows reach beyond them.
         mix, method, normalize_keys: As in :func:`lln.attention`.
         gamma: As in :func:`lln.attention`, equal on all processes; one normaliser needs it.
         features: As in :func:`lln.attention`, those of the slice, ``[B, H, N, S]`` and
             ``[B, Hkv, M, S]``.
-        impl: "triton", "eager" or None; only plain PyTorch, "eager", for one normaliser and for
-            blocks that overlap.
+        impl: "triton", "eager" or None; only plain PyTorch, "eager", for one normaliser and
+            for windows that are wider than their block.
 
     Returns:
         The slice of the output, same dtype as ``q``. Gradients of q, k, v are complete; those of
@@ -159,7 +159,7 @@ def attention(
         linear = attend_far(*seen, v, reach, near, group, is_causal, **options)
         return combine(local, linear, level).to(q.dtype)
     linear = _linear(*seen, v, group, is_causal, impl, **options)
-    if near.overlap:
+    if near.needs:
         reach = Reach(q, k, v, near, group, key_mask, is_causal)
         local, _ = attend_near(reach, near, is_causal)
     else:
@@ -215,16 +215,13 @@ def _read_group(group: Any) -> Any:
 def _check_possible(impl: str | None, near: Near | None) -> None:
     if impl == "reference":
         raise ValueError("impl='reference' has no states to exchange; pass 'triton' or 'eager'")
-    if near is not None and near.sinks:
+    if near is not None:
+        near.check_split()
+    if near is not None and not near.is_plain and impl not in (None, "eager"):
         raise ValueError(
-            f"sinks={near.sinks} of near is refused where a sequence is split over processes: the "
-            "first keys are on one of them alone; leave sinks out, or call lln.attention on one "
-            "process"
-        )
-    if near is not None and (near.joint or near.overlap) and impl not in (None, "eager"):
-        raise ValueError(
-            f"impl={impl!r} cannot run here: one normaliser for both branches, and blocks that "
-            "overlap, are plain PyTorch for a split sequence; pass 'eager' or leave impl out"
+            f"impl={impl!r} cannot run here: one normaliser for both branches, and windows "
+            "wider than their block, are plain PyTorch for a split sequence; pass 'eager' or leave "
+            "impl out"
         )
 
 
@@ -236,17 +233,5 @@ def _check_slice(q: Tensor, k: Tensor, is_causal: bool, near: Near | None) -> No
             f"q has {queries} tokens but k has {keys} on this process; {option} needs the queries "
             "and keys of the same slice"
         )
-    if near is None:
-        return
-    if queries % near.block:
-        raise ValueError(
-            f"this process holds {queries} tokens, not a multiple of the blocks of near, "
-            f"{near.block}, so that one would lie on two processes; split the sequence at "
-            f"multiples of {near.block}, and pad its end with key_mask"
-        )
-    if queries < near.overlap:
-        raise ValueError(
-            f"this process holds {queries} tokens, fewer than overlap={near.overlap} of near, so "
-            "that windows would reach beyond its neighbours; use fewer processes or a smaller "
-            "overlap"
-        )
+    if near is not None:
+        near.check_slice(queries)

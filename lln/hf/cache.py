@@ -24,7 +24,7 @@ from lln.protocols import compute_dtype
 class StateLayer(CacheLayerMixin):
     """A cache layer of O(D E) per head, whatever the length.
 
-    What it keeps is a :class:`~lln.hf.decode.memory.Memory`: a state, near keys, sinks, the last
+    What it keeps is a :class:`~lln.hf.decode.memory.Memory`: a state, near keys, the last
     values before a convolution. Heads that keep softmax need all their keys and values, which grow
     beside it.
 

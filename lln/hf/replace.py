@@ -166,7 +166,7 @@ def replace(
         before_rotation: In models with rotary positions, let the feature maps of LLN see queries
             and keys before these are applied; near keys are compared by the rotated ones as ever.
             Far keys then count by what they are and not by where, so that nothing the maps learn
-            holds for some positions only. Needs a ``feature_map`` and no ``center_keys``; with
+            holds for some positions only. Needs feature maps and no ``center_keys``; with
             caches of ``generate``'s own making. σ_q and σ_k stay those of the rotated ones, which
             differ by the mean of all coordinates alone; γ is measured with what the maps see.
         options: Those of the mechanism, see ``lln.describe(attention).defaults``. For LLN

@@ -9,9 +9,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lln.moments.features import log_products
-from lln.moments.rows import fields_of_rows, spaced_rows, take_rows
+from lln.moments.rows import spaced_rows, take_rows
 from lln.ops.common.arguments import no_autocast
 from lln.ops.linear.normalized_keys import normalized_keys
+from lln.ops.window.fields import fields_of_rows
 from lln.ops.window.near import Near
 from lln.protocols import compute_dtype
 

@@ -7,10 +7,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lln.moments.features import log_products
-from lln.moments.rows import fields_of_rows, take_rows
+from lln.moments.rows import take_rows
 from lln.nn.attention import LLNAttention
 from lln.nn.draw import Draw
 from lln.ops.common.arguments import hide
+from lln.ops.window.fields import fields_of_rows
 from lln.ops.window.near import Near
 from lln.protocols import compute_dtype
 

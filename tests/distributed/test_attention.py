@@ -88,7 +88,7 @@ REFUSALS = {
     "reference": "impl='reference' has no states",
     "joint without gamma": "near with joint=True needs gamma where a sequence is split",
     "joint by kernels": "impl='triton' cannot run here: one normaliser for both",
-    "sinks": "sinks=2 is refused where a sequence is split over processes",
+    "sinks": "sinks=2 of near is refused where a sequence is split over processes",
     "long overlap": "12 tokens, fewer than overlap=13",
     "not a member": "not a member of group",
 }

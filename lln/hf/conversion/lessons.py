@@ -12,10 +12,11 @@ from torch import Tensor
 from lln.hf.conversion.stage import widen
 from lln.hf.rotation import Rotation
 from lln.hf.softmax import softmax_heads_of
-from lln.moments.rows import fields_of_rows, spaced_rows, take_rows
+from lln.moments.rows import spaced_rows, take_rows
 from lln.nn import LLNAttention
 from lln.nn.rows import row_weights
 from lln.ops.common.arguments import no_autocast
+from lln.ops.window.fields import fields_of_rows
 from lln.ops.window.near import Near
 
 # A head that answers nearly the same everywhere (all its weight is on one token) has no variance.

@@ -122,7 +122,7 @@ def _positions(memory: Memory, new: Tokens, key_mask: Tensor | None) -> Int[Tens
 def _write_sinks(
     memory: Memory, after: Memory, new: Tokens, position: Tensor, key_mask: Tensor | None
 ) -> None:
-    """The first real tokens of each sample are its sinks."""
+    """Each of the first real tokens of a sample is a sink."""
     if "sink_k" not in memory.tensors:
         return
     rank = position
@@ -161,7 +161,7 @@ def _write_ring(
 def _of_ring(
     core: LLNAttention, memory: Memory, until: Int[Tensor, "B 1"], constants: Constants
 ) -> State:
-    """The state of the near keys before a position that are no sinks."""
+    """The state of the near keys before a position, each of them no sink."""
     assert core.near is not None
     ring = memory.ring()
     wanted = memory.near(core.near) & (ring < until) & ~memory.is_sink(ring)
@@ -181,14 +181,14 @@ def _window(
     values, valid = line.join("near_v", new.v), line.valid(key_mask)
     grid, origin = (field.block, field.overlap), field.origin
     none = new.k[:, :, :0], new.v[:, :, :0], line.index[:, :0]
-    sinks, is_sink = none, None
-    if field.sinks:
-        position = after.sinks()
+    always, is_sink = none, None
+    if "sink_k" in after.tensors:
+        position = after.sink_positions()
         position = (position - line.first).masked_fill(position == NOWHERE, NOWHERE)
-        sinks = after.tensors["sink_k"].to(new.k), after.tensors["sink_v"].to(new.v), position
+        always = after.tensors["sink_k"].to(new.k), after.tensors["sink_v"].to(new.v), position
         is_sink = after.is_sink(line.position)
     near = near_op(
-        *(line.queries(new.q), line.join("near_k", new.k), values, *sinks, valid, None),
+        *(line.queries(new.q), line.join("near_k", new.k), values, *always, valid, None),
         *(*grid, field.scale, origin, True),
     )
     near = line.back(near[0], 0), line.back(near[1], -torch.inf)

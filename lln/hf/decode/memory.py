@@ -125,7 +125,7 @@ class Memory:
         features = self.tensors.get("near_features", self.tensors["near_k"])
         return features, self.tensors["near_v"]
 
-    def sinks(self) -> Int[Tensor, "#B n"]:
+    def sink_positions(self) -> Int[Tensor, "#B n"]:
         """Where the sinks stand, or will; NOWHERE if a mask decides."""
         if "sink_position" in self.tensors:
             return self.tensors["sink_position"]
@@ -137,7 +137,7 @@ class Memory:
             return torch.zeros_like(position, dtype=torch.bool)
         if not self.masked:
             return position < self.tensors["sink_k"].shape[2]
-        return (self.sinks()[:, :, None] == position[:, None]).any(1)
+        return (self.sink_positions()[:, :, None] == position[:, None]).any(1)
 
 
 def empty_like(tensors: dict[str, Tensor], rows: int) -> dict[str, Tensor]:

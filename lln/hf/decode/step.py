@@ -148,7 +148,7 @@ class _Step:
         if not field.sinks:
             return [(keys, values, seen)]
         self._write_sinks(field)
-        sinks = found["sink_k"], found["sink_v"], self.memory.sinks() < first
+        sinks = found["sink_k"], found["sink_v"], self.memory.sink_positions() < first
         return [(keys, values, seen), sinks]
 
     def _some_begin(self, field: Near, later: int = 0) -> bool:

@@ -140,6 +140,30 @@ class Near:
         """Place in its block of a key that stands where a window begins."""
         return -self.overlap % self.block
 
+    def check_split(self) -> None:
+        """Refuse what cannot be where the tokens of a sequence are on several processes."""
+        if self.sinks:
+            raise ValueError(
+                f"sinks={self.sinks} of near is refused where a sequence is split over processes: "
+                "the first keys are on one of them alone; leave sinks out, or call lln.attention "
+                "on one process"
+            )
+
+    def check_slice(self, tokens: int) -> None:
+        """Refuse a slice of a sequence over whose edges a block lies, or a window too far."""
+        if tokens % self.block:
+            raise ValueError(
+                f"this process holds {tokens} tokens, not a multiple of the blocks of near, "
+                f"{self.block}, so that one would lie on two processes; split the sequence at "
+                f"multiples of {self.block}, and pad its end with key_mask"
+            )
+        if tokens < self.overlap:
+            raise ValueError(
+                f"this process holds {tokens} tokens, fewer than overlap={self.overlap} of near, "
+                "so that windows would reach beyond its neighbours; use fewer processes or a "
+                "smaller overlap"
+            )
+
     def first(self, position: Any) -> Any:
         """Where the window of a position begins; negative if before the first token."""
         return position - position % self.block - self.overlap

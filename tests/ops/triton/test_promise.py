@@ -10,9 +10,10 @@ import torch
 import lln
 from lln import moments
 from lln.nn import LLNAttention
-from lln.ops import dispatch, eager, mixed, reference
+from lln.ops import dispatch, eager, reference
 from lln.ops import triton as kernels
 from lln.ops.taps.convolution import convolve_tokens
+from lln.ops.window import mixed
 from lln.protocols import HALF
 
 OPS = ("bidirectional", "causal", "lln_diag", "block_diagonal", "summarize", "read", "varlen")
