@@ -48,7 +48,7 @@ def main(folder: str, text: str, count: int = 8, length: int = 8192) -> dict[str
     print(f"{len(texts)} articles of {min(tokens):,} to {max(tokens):,} tokens")
 
     softmax, seconds = embed(model, texts)
-    lln.hf.replace(encoder, "lln_nearfar", diag_block=64, diag_overlap=64, sinks=1)
+    lln.hf.replace(encoder, "lln_nearfar", near=lln.Near(64, overlap=64, sinks=1))
     linear, seconds_linear = embed(model, texts)
     close = torch.cosine_similarity(softmax, linear).mean().item()
     print(f"softmax: {seconds:.2f} s an article")

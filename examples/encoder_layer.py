@@ -16,7 +16,7 @@ class EncoderBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
-        self.attention = LLNMultiheadAttention(WIDTH, 4, batch_first=True, diag_block=8)
+        self.attention = LLNMultiheadAttention(WIDTH, 4, batch_first=True, near=8)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def main(steps: int = 300, more: int = 60) -> dict[str, float]:
     losses = {"softmax": loss(model)}
 
     learned = {"mix": "learned", "learn_scale": True}
-    lln.hf.replace(model, "lln_diag", diag_block=4, method="entropy", **learned)
+    lln.hf.replace(model, "lln_diag", near=4, method="entropy", **learned)
     losses["replaced"] = loss(model)
 
     rows = lln.hf.transfer(model, [batch(step) for step in range(more)])

@@ -50,7 +50,7 @@ def main(steps: int = 150) -> dict[str, float]:
     model, losses = make(), {}
     train(model, steps, first=0, lr=3e-3)
     losses["softmax"] = loss(model)
-    lln.hf.replace(model, "lln_diag", diag_block=16)
+    lln.hf.replace(model, "lln_diag", near=16)
     lln.hf.calibrate(model, [{"input_ids": batch(10**7 + i)} for i in range(4)], method="entropy")
     losses["replaced"] = loss(model)
     train(model, steps // 2, first=steps, lr=1e-3)

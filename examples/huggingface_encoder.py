@@ -52,7 +52,7 @@ def train(model: RobertaForMaskedLM, steps: int) -> float:
 def main(steps: int = 150) -> dict[str, float]:
     losses = {"softmax": train(make(), steps)}
     model = make()
-    lln.hf.replace(model, "lln_diag", diag_block=16, method="entropy")  # prints parameter counts
+    lln.hf.replace(model, "lln_diag", near=16, method="entropy")  # prints parameter counts
     losses["lln_diag"] = train(model, steps)
     print(*(f"{name:8s} masked-letter loss {loss:.3f}" for name, loss in losses.items()), sep="\n")
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():

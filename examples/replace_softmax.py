@@ -17,7 +17,7 @@ VARIANTS = {
     "uniform": {"statistics": "fixed", "alpha": 0.0, "beta": 0.0},
     "paper": {"method": "paper"},
     "entropy": {"method": "entropy"},
-    "entropy, diag": {"method": "entropy", "diag_block": 16},
+    "entropy, diag": {"method": "entropy", "near": 16},
 }
 
 

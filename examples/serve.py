@@ -24,7 +24,7 @@ def models(folder: str | None) -> list[transformers.PreTrainedModel]:
     sizes |= {"num_hidden_layers": 4, "vocab_size": 512, "max_position_embeddings": 1 << 20}
     config = transformers.LlamaConfig(**sizes, eos_token_id=None)
     ours, softmax = (transformers.LlamaForCausalLM(config).eval() for _ in range(2))
-    lln.hf.replace(ours, "lln_nearfar", quiet=True, diag_block=64, diag_overlap=64, sinks=1)
+    lln.hf.replace(ours, "lln_nearfar", quiet=True, near=lln.Near(64, overlap=64, sinks=1))
     lln.hf.calibrate(ours, [{"input_ids": torch.randint(512, (2, 256))}])
     return [ours, softmax]
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lln.moments import match_moments
     from lln.ops.linear.state import State
     from lln.ops.linear.summarize import read, summarize
+    from lln.ops.window.near import Near
     from lln.zoo import create, describe, list_mechanisms
 
 _PUBLIC = {
@@ -26,6 +27,7 @@ _PUBLIC = {
     "summarize": "lln.ops.linear.summarize",
     "read": "lln.ops.linear.summarize",
     "State": "lln.ops.linear.state",
+    "Near": "lln.ops.window.near",
     "match_moments": "lln.moments",
     "which": "lln.functional",
     "create": "lln.zoo",
@@ -36,6 +38,7 @@ _MODULES = ("distributed", "hf", "instruments", "moments", "nn", "onnx")
 _NEEDS = {"hf": "transformers", "onnx": "onnx"}  # extras of the same names install them
 
 __all__ = [
+    "Near",
     "State",
     "attention",
     "attention_varlen",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, ParamSpec
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,12 +18,12 @@ from lln.ops.common.arguments import (
     as_level,
     as_scale,
     autocast,
-    check_features,
     check_mask,
     check_pair,
     check_qkv,
     explain_sdpa_arguments,
     is_dtensor,
+    read_features,
 )
 from lln.ops.dispatch import choose, name_of
 from lln.ops.linear.bidirectional import bidirectional
@@ -33,7 +33,7 @@ from lln.ops.linear.state import State
 from lln.ops.linear.summarize import read, summarize
 from lln.ops.linear.varlen import check_packed, check_packed_qkv, varlen
 from lln.ops.window.lln_diag import lln_diag
-from lln.ops.window.local import Local, check_level, read_causal_block, read_local, read_mix
+from lln.ops.window.near import Near, check_level, read_causal_block, read_mix, read_near
 from lln.ops.window.near_far import near_far
 from lln.protocols import Call
 
@@ -72,14 +72,10 @@ def attention(
     query_mask: Bool[Tensor, "B N"] | None = None,
     is_causal: bool = False,
     causal_block: int | None = None,
-    diag_block: int | None = None,
-    diag_overlap: int = 0,
-    sinks: int = 0,
-    scale: float | None = None,
+    near: int | Near | None = None,
     mix: str | float | Tensor = "average",
     gamma: float | Tensor | None = None,
-    q_features: Float[Tensor, "B H N S"] | None = None,
-    k_features: Float[Tensor, "B Hkv M S"] | None = None,
+    features: tuple[Float[Tensor, "B H N S"], Float[Tensor, "B Hkv M S"]] | None = None,
     method: Method = "paper",
     normalize_keys: bool = False,
     impl: str | None = None,
@@ -105,19 +101,16 @@ def attention(
         is_causal: Query i sees keys j <= i + M − N. alpha and beta are then required.
         causal_block: With ``is_causal``, full attention inside blocks of K positions and causal
             attention across them: query i sees keys j with j // K <= (i + M − N) // K. A multiple
-            of ``diag_block``; not with ``diag_overlap``, ``sinks`` or mix="joint".
-        diag_block: Add softmax attention inside blocks of this many positions: LLN+Diag.
-        diag_overlap: Keys before and after its block that a query sees there, too (causal: before).
-        sinks: Number of first valid keys that every query sees there, too.
-        scale: Factor of the scores in the blocks, so only with them; 1/sqrt(D) by default.
-        mix: "average" of the two branches (the paper's); or the weight of LLN, a number or
-            ``[H]``; or "joint": one normaliser for both, softmax weights for near keys and LLN's
-            for far ones (our own, docs/guide/near-and-far.md).
-        gamma: For "joint": logarithm of the factor of LLN's weights, a number, ``[H]`` or
+            of the blocks of ``near``, which must be blocks alone.
+        near: Add softmax attention inside blocks of this many positions: LLN+Diag. A
+            :class:`lln.Near` says more: windows that are wider than their block, first keys that
+            all see, one normaliser for both branches.
+        mix: "average" of the two branches (the paper's); or the weight of LLN, a number or ``[H]``.
+        gamma: For one normaliser: logarithm of the factor of LLN's weights, a number, ``[H]`` or
             ``[B, H]``; measured if left out, so needed with ``is_causal``.
-        q_features, k_features: What LLN sees instead of q and k, ``[B, H, N, S]`` and
-            ``[B, Hkv, M, S]``: logarithms of positive features, before alpha and beta, which are
-            then required; any number of slots S.
+        features: What LLN sees instead of q and k, ``[B, H, N, S]`` and ``[B, Hkv, M, S]``:
+            logarithms of positive features, before alpha and beta, which are then required; any
+            number of slots S.
         method: "paper", "variance", "entropy" or a :class:`lln.moments.MomentFit`.
         normalize_keys: Use ln D + log_softmax_l(beta k_j) as key features: the unbiased variant.
         impl: "triton", "mixed", "eager" or "reference", obeyed or refused with the reason; None
@@ -133,17 +126,12 @@ def attention(
         >>> out = lln.attention(q, k, v, key_mask=mask)     # [8, 12, 4096, 64] -> the same
     """
     q, k, v = autocast(q, k, v)
-    if q_features is not None and k_features is not None:
-        q_features, k_features = autocast(q_features, k_features)
     check_qkv(q, k, v)
     check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k)
     check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q)
-    local = read_local(
-        head_dim=q.shape[-1], diag_block=diag_block, diag_overlap=diag_overlap, sinks=sinks,
-        scale=scale, mix=mix, gamma=gamma,
-    )  # fmt: skip
-    check_features(q, k, q_features, k_features, alpha)
-    causal_block = read_causal_block(causal_block, is_causal=is_causal, local=local)
+    near = read_near(near, q.shape[-1], mix, gamma)
+    q_features, k_features = read_features(q, k, features, alpha)
+    causal_block = read_causal_block(causal_block, is_causal=is_causal, near=near)
     weight = read_mix(mix, q.shape[1], q)
     scales = _scales(
         q, k, alpha, beta, key_mask, query_mask, is_causal, method, normalize_keys, impl
@@ -154,17 +142,16 @@ def attention(
         k_features = normalized_keys(k if k_features is None else k_features, beta, key_mask)
         beta = torch.ones_like(beta)
     options = {"alpha": alpha, "beta": beta, "key_mask": key_mask}
-    if local is None:
-        features = q if q_features is None else q_features, k if k_features is None else k_features
+    if near is None:
+        seen = q if q_features is None else q_features, k if k_features is None else k_features
         if is_causal:
-            return causal(*features, v, **options, causal_block=causal_block, impl=impl)
-        return bidirectional(*features, v, **options, impl=impl)
-    options |= {"is_causal": is_causal, "q_far": q_features, "k_far": k_features}
-    if local.joint:
-        level = _level(q, k, gamma, query_mask, local, **options)
-        return near_far(q, k, v, gamma=level, **options, **local.options, impl=impl)
-    options["causal_block"] = causal_block
-    return lln_diag(q, k, v, mix=weight, **options, **local.options, impl=impl)
+            return causal(*seen, v, **options, causal_block=causal_block, impl=impl)
+        return bidirectional(*seen, v, **options, impl=impl)
+    options |= {"near": near, "is_causal": is_causal, "q_far": q_features, "k_far": k_features}
+    if near.joint:
+        level = _level(q, k, gamma, query_mask, **options)
+        return near_far(q, k, v, gamma=level, **options, impl=impl)
+    return lln_diag(q, k, v, mix=weight, causal_block=causal_block, **options, impl=impl)
 
 
 @explain_sdpa_arguments
@@ -180,10 +167,7 @@ def attention_varlen(
     key_mask: Bool[Tensor, " Tk"] | None = None,
     query_mask: Bool[Tensor, " T"] | None = None,
     is_causal: bool = False,
-    diag_block: int | None = None,
-    diag_overlap: int = 0,
-    sinks: int = 0,
-    scale: float | None = None,
+    near: int | Near | None = None,
     mix: str | float | Tensor = "average",
     gamma: float | Tensor | None = None,
     method: Method = "paper",
@@ -212,10 +196,7 @@ def attention_varlen(
     q, k, v = autocast(q, k, v)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, key_mask, query_mask)
-    local = read_local(
-        head_dim=q.shape[-1], diag_block=diag_block, diag_overlap=diag_overlap, sinks=sinks,
-        scale=scale, mix=mix, gamma=gamma,
-    )  # fmt: skip
+    near = read_near(near, q.shape[-1], mix, gamma)
     check_pair(alpha, beta, is_causal)
     weight = read_mix(mix, q.shape[1], q)
     sequences, heads, key_heads = len(cu_seqlens_q) - 1, q.shape[1], k.shape[1]
@@ -237,29 +218,25 @@ def attention_varlen(
         "key_mask": key_mask,
         "is_causal": is_causal,
     }
-    plain = local is None or not (
-        local.joint or local.overlap or local.sinks or weight is not None or normalize_keys
-    )
-    if plain:
+    if near is None or (near.is_plain and weight is None and not normalize_keys):
         if normalize_keys:
             k, options["beta"] = _normalized_packed(k, cu_seqlens_k, options["beta"], key_mask)
-        block, scale = (None, 1.0) if local is None else (local.block, local.scale)
-        return varlen(q, k, v, *offsets, block=block, scale=scale, **options, impl=impl)
-    if local is not None and local.joint:
+        blocks = {} if near is None else near.blocks
+        return varlen(q, k, v, *offsets, **blocks, **options, impl=impl)
+    if near.joint:
         if gamma is None:
             check_level(is_causal)
         else:
             gamma = as_level("gamma", gamma, sequences, heads, q)
 
     def attend(q, k, v, query_mask, gamma, **options):
-        assert local is not None
         if normalize_keys:
             k_far = normalized_keys(k, options["beta"], options["key_mask"])
             options |= {"q_far": q, "k_far": k_far, "beta": torch.ones_like(options["beta"])}
-        if not local.joint:
-            return lln_diag(q, k, v, mix=weight, **options, **local.options, impl=impl)
-        level = _level(q, k, gamma, query_mask, local, **options)
-        return near_far(q, k, v, gamma=level, **options, **local.options, impl=impl)
+        if not near.joint:
+            return lln_diag(q, k, v, mix=weight, near=near, **options, impl=impl)
+        level = _level(q, k, gamma, query_mask, near=near, **options)
+        return near_far(q, k, v, gamma=level, near=near, **options, impl=impl)
 
     per_sequence = {"alpha": options.pop("alpha"), "beta": options.pop("beta"), "gamma": gamma}
     return in_groups(attend, q, k, v, *offsets, query_mask=query_mask, **per_sequence, **options)
@@ -276,21 +253,15 @@ def _normalized_packed(
 
 
 def _level(
-    q, k, gamma, query_mask, local: Local, *, alpha, beta, key_mask, is_causal, q_far=None,
-    k_far=None,
+    q, k, gamma, query_mask, *, near: Near, alpha, beta, key_mask, is_causal, q_far=None, k_far=None
 ) -> Float[Tensor, "B H"]:  # fmt: skip
     """gamma as it is given, or measured."""
     if gamma is not None:
         return as_level("gamma", gamma, q.shape[0], q.shape[1], q)
     check_level(is_causal)
-    window: dict[str, Any] = {
-        "block": local.block,
-        "overlap": local.overlap,
-        "sinks": local.sinks,
-    }
     return match_level(
-        q, k, alpha=alpha, beta=beta, scale=local.scale, q_far=q_far, k_far=k_far, **window,
-        key_mask=key_mask, query_mask=query_mask,
+        q, k, alpha=alpha, beta=beta, near=near, q_far=q_far, k_far=k_far, key_mask=key_mask,
+        query_mask=query_mask,
     )  # fmt: skip
 
 
@@ -364,9 +335,7 @@ def which(
     *,
     is_causal: bool = False,
     causal_block: int | None = None,
-    diag_block: int | None = None,
-    diag_overlap: int = 0,
-    sinks: int = 0,
+    near: int | Near | None = None,
     mix: str | float | Tensor = "average",
     normalize_keys: bool = False,
     dropout: float = 0.0,
@@ -395,25 +364,22 @@ def which(
     q, k, v = autocast(q, k, v)
     packed = isinstance(q, Tensor) and q.dim() == 3
     (check_packed_qkv if packed else check_qkv)(q, k, v)
-    local = read_local(
-        head_dim=q.shape[-1], diag_block=diag_block, diag_overlap=diag_overlap, sinks=sinks, mix=mix
-    )
-    causal_block = read_causal_block(causal_block, is_causal=is_causal, local=local)
+    near = read_near(near, q.shape[-1], mix)
+    causal_block = read_causal_block(causal_block, is_causal=is_causal, near=near)
     needs = {"dropout"} if dropout else set()
     op = "causal" if is_causal else "bidirectional"
     op = op if causal_block is None else "block_causal"
-    if local is not None:
-        op = "near_far" if local.joint else "lln_diag"
+    window = ()
+    if near is not None:
+        op, window = "near_far" if near.joint else "lln_diag", near.window
+        needs |= near.needs
         if read_mix(mix, q.shape[1], q) is not None:
             needs.add("learned_mix")
-        if local.overlap or local.sinks:
-            needs.add("windows")
-        if normalize_keys and not local.joint:
+        if normalize_keys and not near.joint:
             needs.add("features")
-    plain = not (local is not None and (local.joint or needs - {"dropout"}))
+    plain = near is None or not (near.joint or needs - {"dropout"})
     if packed and plain and causal_block is None:
         op = "varlen"
-    window = diag_block, diag_overlap, sinks
     call = Call(op, q, k, v, frozenset(needs), is_causal, *window, causal_block=causal_block)
     return name_of(choose(call, impl))
 

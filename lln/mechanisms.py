@@ -71,9 +71,7 @@ class Mechanism:
 
 _LLN_DIAG = {
     "causal": False,
-    "diag_block": 64,
-    "diag_overlap": 0,
-    "sinks": 0,
+    "near": 64,
     "method": "paper",
     "statistics": "sample",
     "alpha": None,
@@ -88,11 +86,10 @@ _LLN_DIAG = {
     "conv": 0,
     "learn_scale": False,
     "dropout": 0.0,
-    "scale": None,
     "impl": None,
 }
-_DIAGONAL = (*("diag_block", "diag_overlap", "sinks", "mix", "gamma", "scale"),)
-_LLN = {option: value for option, value in _LLN_DIAG.items() if option not in _DIAGONAL}
+_LLN_NEARFAR = {name: value for name, value in _LLN_DIAG.items() if name != "mix"}
+_LLN = {name: value for name, value in _LLN_DIAG.items() if name not in ("near", "mix", "gamma")}
 
 _THIS_PAPER = "Nahshan et al. 2023, arXiv:2311.13541"
 _TRANSNORMER = "Qin et al. 2022, arXiv:2210.10340"
@@ -133,7 +130,7 @@ _TABLE = (
         _THIS_PAPER,
         time="N (d² + C d)",
         memory="N d",
-        options={**_LLN_DIAG, "diag_block": 128, "method": "entropy", "mix": "joint"},
+        options={**_LLN_NEARFAR, "near": 128, "method": "entropy"},
         source="ours: one normaliser for both branches",
         note="causal needs statistics='running' or 'fixed'; feature_map='hedgehog', 't2r' or 'elu' "
         "for the far keys, as in LoLCATs",

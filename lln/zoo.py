@@ -9,7 +9,8 @@ The records are in :mod:`lln.mechanisms`; torch is loaded when a layer is made.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lln.mechanisms import HALF_PRODUCTS, KNOWN, MECHANISMS, Mechanism
@@ -86,12 +87,25 @@ def create(
     from lln.baselines.base import Layer, SelfAttention
 
     layer = Layer(dim, num_heads, max_length, layer_index, num_layers)
-    told = {**entry.options, **options}
+    told = settled(name, options)
     half = told.pop(HALF_PRODUCTS, False)
     built = entry.build(layer, **told)
     if half:
         built.half_products = True
     return SelfAttention(layer, built) if entry.core else built
+
+
+def settled(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a mechanism, given or its own; "lln_nearfar" always has one normaliser."""
+    told = {**describe(name).options, **options}
+    if name == "lln_nearfar":
+        from lln.ops.window.near import Near
+
+        near = Near.read(told["near"])
+        if near is None:
+            raise ValueError("near=None leaves no near field for 'lln_nearfar'; choose 'lln'")
+        told["near"] = replace(near, joint=True)
+    return told
 
 
 def lln_core(layer: Layer, **options: Any) -> LLNAttention:

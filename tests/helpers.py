@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from lln.ops.window.near import Near
 from lln.protocols import compute_dtype
 
 LENGTHS = (1, 17, 63, 100, 257)
+
+
+def windowed(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An op of the near field that takes block, overlap, sinks and scale, as implementations do."""
+
+    @functools.wraps(op)
+    def run(*args, near: Near | None = None, **options):
+        names = ("block", "overlap", "sinks", "scale")
+        given = {name: options.pop(name) for name in names if name in options}
+        return op(*args, near=near or Near.of_op(given), **options)
+
+    return run
 
 
 def assert_matches(

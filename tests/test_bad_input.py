@@ -64,15 +64,14 @@ WRONG = {
     "method": ((Q, K, V), {"method": "magic"}, ValueError, "magic"),
     "impl": ((Q, K, V), {**SCALES, "impl": "cuda"}, ValueError, "impl='cuda' is unknown"),
     "causal": ((Q, K, V), {"is_causal": True}, ValueError, "future leak.*match_moments"),
-    "block zero": ((Q, K, V), {**SCALES, "diag_block": 0}, ValueError, "diag_block=0"),
-    "block float": ((Q, K, V), {**SCALES, "diag_block": 2.5}, TypeError, "diag_block is a float"),
+    "block zero": ((Q, K, V), {**SCALES, "near": 0}, ValueError, "block=0"),
+    "block float": ((Q, K, V), {**SCALES, "near": 2.5}, TypeError, "near=2.5 is a float"),
     "scale": (
         (Q, K, V),
-        {**SCALES, "diag_block": 4, "scale": float("inf")},
+        {**SCALES, "near": {"block": 4, "scale": float("inf")}},
         ValueError,
         "scale=inf",
     ),
-    "scale of no block": ((Q, K, V), {"scale": 0.3}, ValueError, "scale=0.3.*give diag_block"),
     "attn_mask": ((Q, K, V), {"attn_mask": MASK}, TypeError, "attn_mask is refused.*key_mask"),
     "dropout_p": ((Q, K, V), {"dropout_p": 0.1}, TypeError, "dropout_p.*lln.nn.LLNAttention"),
     "enable_gqa": ((Q, K, V), {"enable_gqa": True}, TypeError, "enable_gqa.*leave it out"),
@@ -122,7 +121,7 @@ def test_varlen_says_what_else_is_wrong():
 
 
 def test_varlen_refuses_what_attention_refuses():
-    for name in ("scale of no block", "attn_mask", "dropout_p", "enable_gqa"):
+    for name in ("block zero", "attn_mask", "dropout_p", "enable_gqa"):
         _, options, kind, message = WRONG[name]
         with pytest.raises(kind, match=message):
             lln.attention_varlen(*PACKED, torch.tensor([0, 6]), **options)
@@ -174,7 +173,7 @@ def test_inputs_are_never_changed():
     mask = MASK.clone()
     mask[0, 2] = False
     before = [x.clone() for x in (*tensors, mask)]
-    for options in ({}, {"diag_block": 4}, {**SCALES, "is_causal": True, "diag_block": 4}):
+    for options in ({}, {"near": 4}, {**SCALES, "is_causal": True, "near": 4}):
         leaves = [x.requires_grad_() for x in tensors]
         lln.attention(*leaves, key_mask=mask, query_mask=mask, **options).sum().backward()
     for x, y in zip((*tensors, mask), before, strict=True):

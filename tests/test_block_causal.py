@@ -12,7 +12,7 @@ from lln.ops import reference
 from tests.helpers import random_qkv
 
 SCALES = {"alpha": 1.3, "beta": 0.8}
-LOCAL = [{}, {"diag_block": 4}, {"diag_block": 8, "mix": 0.3}]
+LOCAL = [{}, {"near": 4}, {"near": 8, "mix": 0.3}]
 
 
 @pytest.mark.parametrize("local", LOCAL)
@@ -48,29 +48,29 @@ def test_a_stream_of_blocks_by_its_states():
         ({"is_causal": True, "causal_block": 2.0}, TypeError, "causal_block is a float"),
         ({"is_causal": True, "causal_block": True}, TypeError, "causal_block is a bool"),
         (
-            {"is_causal": True, "causal_block": 8, "diag_block": 3},
+            {"is_causal": True, "causal_block": 8, "near": 3},
             ValueError,
-            "causal_block=8 is not a multiple of diag_block=3",
+            "causal_block=8 is not a multiple of the blocks of near, 3",
         ),
         (
-            {"is_causal": True, "causal_block": 8, "diag_block": 16},
+            {"is_causal": True, "causal_block": 8, "near": 16},
             ValueError,
-            "causal_block=8 is not a multiple of diag_block=16",
+            "causal_block=8 is not a multiple of the blocks of near, 16",
         ),
         (
-            {"is_causal": True, "causal_block": 8, "diag_block": 8, "diag_overlap": 2},
+            {"is_causal": True, "causal_block": 8, "near": lln.Near(8, overlap=2)},
             ValueError,
-            "causal_block=8 with diag_overlap=2, sinks=0 is not possible",
+            "causal_block=8 with overlap=2, sinks=0 of near is not possible",
         ),
         (
-            {"is_causal": True, "causal_block": 8, "diag_block": 8, "sinks": 1},
+            {"is_causal": True, "causal_block": 8, "near": lln.Near(8, sinks=1)},
             ValueError,
-            "causal_block=8 with diag_overlap=0, sinks=1 is not possible",
+            "causal_block=8 with overlap=0, sinks=1 of near is not possible",
         ),
         (
-            {"is_causal": True, "causal_block": 8, "diag_block": 8, "mix": "joint"},
+            {"is_causal": True, "causal_block": 8, "near": lln.Near(8, joint=True)},
             ValueError,
-            "causal_block=8 with mix='joint' is not possible",
+            "causal_block=8 with one normaliser for both branches is not possible",
         ),
     ],
 )
@@ -95,8 +95,8 @@ def test_which_names_what_runs(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert which(causal_block=16) == "triton"
     assert which(causal_block=8) == "eager"
-    assert which(causal_block=16, diag_block=16) == "mixed"
-    assert which(causal_block=8, diag_block=8) == "eager"
+    assert which(causal_block=16, near=16) == "mixed"
+    assert which(causal_block=8, near=8) == "eager"
     assert which(causal_block=1) == "triton"
     with pytest.raises(ValueError, match="causal_block=8; the kernels take 16 and more"):
         which(causal_block=8, impl="triton")

@@ -65,8 +65,8 @@ def test_measured_scales_are_constants_of_the_backward_pass(method, normalize_ke
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("diag_block", [None, 4])
-def test_gradcheck_with_explicit_scales(is_causal, diag_block):
+@pytest.mark.parametrize("near", [None, 4])
+def test_gradcheck_with_explicit_scales(is_causal, near):
     q, k, v = (
         x.requires_grad_() for x in random_qkv(1, 2, 7, 9, width=3, value_width=2, key_heads=1)
     )
@@ -74,7 +74,7 @@ def test_gradcheck_with_explicit_scales(is_causal, diag_block):
     mask = torch.tensor([[True, False, True, True, True, True, False, True, True]])
     assert torch.autograd.gradcheck(
         lambda q, k, v, a, b: lln.attention(
-            q, k, v, alpha=a, beta=b, key_mask=mask, is_causal=is_causal, diag_block=diag_block
+            q, k, v, alpha=a, beta=b, key_mask=mask, is_causal=is_causal, near=near
         ),
         (q, k, v, alpha, beta),
     )
@@ -90,12 +90,12 @@ def test_the_diagonal_branch_is_scaled_by_the_head_size_unless_told(is_causal, w
     options = {"alpha": alpha, "beta": beta, "is_causal": is_causal}
     used = 1 / math.sqrt(width) if scale is None else scale
     expected = reference.lln_diag(q, k, v, block=8, scale=used, **options)
-    out = lln.attention(q, k, v, diag_block=8, scale=scale, **options)
+    out = lln.attention(q, k, v, near=lln.Near(8, scale=scale), **options)
     torch.testing.assert_close(out, expected)
     cu = torch.tensor([0, 20])
     packed = [x[0].transpose(0, 1) for x in (q, k, v)]
     options |= {"alpha": alpha[:1], "beta": beta[:1]}
-    varlen = lln.attention_varlen(*packed, cu, diag_block=8, scale=scale, **options)
+    varlen = lln.attention_varlen(*packed, cu, near=lln.Near(8, scale=scale), **options)
     torch.testing.assert_close(varlen.transpose(0, 1), expected[0])
 
 
@@ -105,7 +105,7 @@ def test_output_has_the_dtype_of_the_input(dtype, impl):
     q, k, v = random_qkv(dtype=dtype)
     options = {"alpha": 2.0, "beta": 2.0, "impl": impl}
     assert lln.attention(q, k, v, **options).dtype == dtype
-    assert lln.attention(q, k, v, diag_block=4, is_causal=True, **options).dtype == dtype
+    assert lln.attention(q, k, v, near=4, is_causal=True, **options).dtype == dtype
 
 
 def test_autocast_behaves_as_for_sdpa():
@@ -120,9 +120,7 @@ def test_autocast_behaves_as_for_sdpa():
     assert torch.equal(out, rounded), "inside, autocast must not lower the float32 sums"
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"diag_block": 16}, {"is_causal": True}, {"method": "entropy"}]
-)
+@pytest.mark.parametrize("options", [{}, {"near": 16}, {"is_causal": True}, {"method": "entropy"}])
 def test_compile_keeps_one_graph(options):
     if options.get("is_causal"):
         options = {**options, "alpha": 2.0, "beta": 2.0}
@@ -151,15 +149,15 @@ def test_compile_keeps_packed_sequences_in_one_graph():
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("diag_block", [None, 4])
+@pytest.mark.parametrize("near", [None, 4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_gradients_of_packed_sequences_are_those_of_each_by_itself(is_causal, diag_block, dtype):
+def test_gradients_of_packed_sequences_are_those_of_each_by_itself(is_causal, near, dtype):
     q = torch.randn(23, 4, 8, dtype=dtype, requires_grad=True)
     k, v = (torch.randn(23, 2, 8, dtype=dtype, requires_grad=True) for _ in range(2))
     wide = torch.promote_types(dtype, torch.float32)
     alpha, beta = (x.to(wide).requires_grad_() for x in random_scales(4, 4, 2))
     cu_q, cu_k = torch.tensor([0, 5, 5, 16, 23]), torch.tensor([0, 9, 9, 16, 23])
-    options = {"is_causal": is_causal, "diag_block": diag_block}
+    options = {"is_causal": is_causal, "near": near}
     packed = lln.attention_varlen(q, k, v, cu_q, cu_k, alpha=alpha, beta=beta, **options)
     alone = torch.cat(
         [
@@ -190,7 +188,7 @@ def test_checkpointing_recomputes_the_same():
     q, k, v = (x.requires_grad_() for x in random_qkv(1, 2, 40))
 
     def run(q, k, v):
-        return lln.attention(q, k, v, alpha=2.0, beta=2.0, diag_block=16)
+        return lln.attention(q, k, v, alpha=2.0, beta=2.0, near=16)
 
     direct = torch.autograd.grad(run(q, k, v).sum(), (q, k, v))
     out = torch.utils.checkpoint.checkpoint(run, q, k, v, use_reentrant=False)
@@ -260,7 +258,7 @@ def test_the_empty_state_is_the_identity_and_reads_as_zero():
     assert (lln.read(q, lln.summarize(k[:, :, :0], v[:, :, :0], beta=2.0), alpha=2.0) == 0).all()
 
 
-@pytest.mark.parametrize("options", [{}, {"diag_block": 4}, {"is_causal": True}])
+@pytest.mark.parametrize("options", [{}, {"near": 4}, {"is_causal": True}])
 def test_all_keys_masked_gives_zero_and_finite_gradients(options):
     q, k, v = (x.requires_grad_() for x in random_qkv(2, 2, 9))
     mask = torch.ones(2, 9, dtype=torch.bool)
@@ -289,7 +287,7 @@ def test_strided_inputs_are_taken_as_they_are():
     packed = torch.randn(2, 11, 3, 4, 8, dtype=torch.float64)
     q, k, v = packed.permute(2, 0, 3, 1, 4)
     copy = [x.contiguous() for x in (q, k, v)]
-    for options in ({}, {"is_causal": True}, {"diag_block": 4}):
+    for options in ({}, {"is_causal": True}, {"near": 4}):
         got = lln.attention(q, k, v, alpha=2.0, beta=2.0, **options)
         torch.testing.assert_close(got, lln.attention(*copy, alpha=2.0, beta=2.0, **options))
 
@@ -303,7 +301,7 @@ def test_which_tells_what_is_taken():
 
 def test_reference_and_eager_agree_through_the_public_function():
     q, k, v = random_qkv(2, 4, 33, key_heads=2)
-    options = {"alpha": 1.5, "beta": 2.0, "diag_block": 8, "is_causal": True}
+    options = {"alpha": 1.5, "beta": 2.0, "near": 8, "is_causal": True}
     torch.testing.assert_close(
         lln.attention(q, k, v, impl="reference", **options),
         lln.attention(q, k, v, impl="eager", **options),
@@ -323,7 +321,7 @@ def test_numbers_given_in_inference_mode_can_be_trained_with_later():
 
 
 @pytest.mark.parametrize("impl", ["eager", "reference"])
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"diag_block": 4}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"near": 4}], ids=str)
 @pytest.mark.parametrize("batch, queries, keys", [(0, 8, 8), (0, 3, 8), (2, 0, 5), (2, 5, 0)])
 def test_nothing_in_gives_nothing_out(batch, queries, keys, options, impl):
     """An empty batch, no queries or no keys are sizes like any other, for gradients too."""

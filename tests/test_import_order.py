@@ -27,7 +27,7 @@ LIBRARY: dict[str, set[str]] = {
     "instruments": {"ops", "moments", "protocols", "records"},
     "nn": {"functional", "distributed", "ops", "moments", "protocols"},
     "baselines": {"functional", "ops", "moments", "protocols"},
-    "zoo": {"nn", "baselines", "mechanisms"},
+    "zoo": {"nn", "baselines", "mechanisms", "ops"},
     "hf": {
         *("device", "zoo", "mechanisms", "nn", "functional", "moments", "ops", "instruments"),
         "protocols",
@@ -39,7 +39,7 @@ LIBRARY: dict[str, set[str]] = {
         *("report", "texts", "device", "hf", "instruments", "moments", "ops", "records"),
     },
     "conversion": {
-        *("inspect", "report", "texts", "device", "hf", "instruments", "nn", "records"),
+        *("inspect", "report", "texts", "device", "hf", "instruments", "nn", "ops", "records"),
     },
     "cli": {
         *("conversion", "inspect", "report", "zoo", "nn", "onnx", "instruments", "records"),

@@ -55,9 +55,9 @@ def test_no_update_asks_anything_of_the_host(attention):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"diag_block": 16}, {"method": "entropy"}, {"normalize_keys": True},
+    [{}, {"near": 16}, {"method": "entropy"}, {"normalize_keys": True},
      {"is_causal": True, "alpha": 2.0, "beta": 2.0},
-     {"is_causal": True, "diag_block": 16, "alpha": 2.0, "beta": 2.0}],
+     {"is_causal": True, "near": 16, "alpha": 2.0, "beta": 2.0}],
     ids=lambda options: ",".join(options) or "plain",
 )  # fmt: skip
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,30 +29,41 @@ def inputs(heads: int = 4, key_heads: int = 2, tokens: int = 12, size: int = 8):
 # mix ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mix", ["average", "joint", 0.3, [0.1, 0.2, 0.8, 1.0]], ids=str)
+@pytest.mark.parametrize("mix", ["average", 0.3, [0.1, 0.2, 0.8, 1.0]], ids=str)
 def test_mix_means_the_same_in_function_module_and_zoo(mix):
     q, k, v = inputs(key_heads=4)
-    out = lln.attention(
-        q, k, v, diag_block=4, mix=torch.tensor(mix) if isinstance(mix, list) else mix
-    )
-    made = lln.create("lln_diag", dim=32, num_heads=4, diag_block=4, mix=mix)
-    for core in (LLNAttention(4, 8, diag_block=4, mix=mix), made.core):
+    out = lln.attention(q, k, v, near=4, mix=torch.tensor(mix) if isinstance(mix, list) else mix)
+    made = lln.create("lln_diag", dim=32, num_heads=4, near=4, mix=mix)
+    for core in (LLNAttention(4, 8, near=4, mix=mix), made.core):
         torch.testing.assert_close(core(q, k, v), out)
-    whole = LLNMultiheadAttention(32, 4, diag_block=4, mix=mix)
+    whole = LLNMultiheadAttention(32, 4, near=4, mix=mix)
+    torch.testing.assert_close(whole.attention(q, k, v), out)
+
+
+def test_near_means_the_same_in_function_module_and_zoo():
+    q, k, v = inputs(key_heads=4)
+    near = lln.Near(4, overlap=2, sinks=1, scale=0.3, joint=True)
+    out = lln.attention(q, k, v, near=near)
+    made = lln.create("lln_diag", dim=32, num_heads=4, near=near.to_json())
+    named = lln.create("lln_nearfar", dim=32, num_heads=4, near=replace(near, joint=False))
+    named.core.statistics.matching = made.core.statistics.matching  # of another method
+    for core in (LLNAttention(4, 8, near=near), made.core, named.core):
+        torch.testing.assert_close(core(q, k, v), out)
+    whole = LLNMultiheadAttention(32, 4, near=near)
     torch.testing.assert_close(whole.attention(q, k, v), out)
 
 
 def test_a_fixed_mix_is_kept_and_dropped_out_like_a_learned_one():
     q, k, v = inputs()
-    fixed = LLNAttention(4, 8, num_kv_heads=2, diag_block=4, mix=torch.tensor([0.1, 0.4, 0.5, 0.9]))
-    learned = LLNAttention(4, 8, num_kv_heads=2, diag_block=4, mix="learned")
+    fixed = LLNAttention(4, 8, num_kv_heads=2, near=4, mix=torch.tensor([0.1, 0.4, 0.5, 0.9]))
+    learned = LLNAttention(4, 8, num_kv_heads=2, near=4, mix="learned")
     assert learned.mix_logit is not None
     learned.mix_logit.data = torch.tensor([0.1, 0.4, 0.5, 0.9]).logit()
     torch.testing.assert_close(fixed(q, k, v), learned(q, k, v))
     torch.testing.assert_close(fixed.mix_weight(), learned.mix_weight())
     assert not dict(fixed.named_parameters()) and "mix=[0.1" in repr(fixed)
     with torch.device("meta"):
-        empty = LLNAttention(4, 8, num_kv_heads=2, diag_block=4, mix=[0.1, 0.4, 0.5, 0.9])
+        empty = LLNAttention(4, 8, num_kv_heads=2, near=4, mix=[0.1, 0.4, 0.5, 0.9])
     empty.load_state_dict(fixed.state_dict(), assign=True)
     torch.testing.assert_close(empty(q, k, v), fixed(q, k, v))
 
@@ -59,22 +71,22 @@ def test_a_fixed_mix_is_kept_and_dropped_out_like_a_learned_one():
 @pytest.mark.parametrize(
     ("mix", "error", "message"),
     [
-        ("both", ValueError, "mix='both' is unknown; choose from average, learned, joint"),
+        ("both", ValueError, "mix='both' is unknown; choose from average, learned"),
         (1.5, ValueError, r"mix=1.5 is not in \[0, 1\]"),
         ([0.5, 0.5], ValueError, r"mix has shape \[2\]; pass a number or \[4\]"),
-        (None, TypeError, "mix=None is not possible; choose from average, learned, joint"),
+        (None, TypeError, "mix=None is not possible; choose from average, learned"),
         (True, TypeError, "mix=True is not possible"),
     ],
 )
 def test_a_wrong_mix_of_a_module_is_refused(mix, error, message):
     with pytest.raises(error, match=message):
-        LLNAttention(4, 8, diag_block=4, mix=mix)
+        LLNAttention(4, 8, near=4, mix=mix)
 
 
 def test_the_function_says_where_a_mix_is_learned():
     q, k, v = inputs()
     with pytest.raises(ValueError, match=r"mix='learned' is unknown.*learned by lln.nn.LLNAtt"):
-        lln.attention(q, k, v, diag_block=4, mix="learned")
+        lln.attention(q, k, v, near=4, mix="learned")
 
 
 # presets --------------------------------------------------------------------------------------
@@ -82,13 +94,14 @@ def test_the_function_says_where_a_mix_is_learned():
 
 def test_presets_have_versions_that_never_change():
     """A new winner gets a new number: these are the ones that models were saved with."""
-    first = {"method": "entropy", "mix": "learned", "diag_block": 128, "conv": 33}
+    first = {"method": "entropy", "mix": "learned", "near": 128, "conv": 33}
     assert recommended("encoder", version=1) == first == dict(RECOMMENDED)
-    assert recommended("encoder", version=2) == {**first, "diag_block": 256}
-    shared = {"diag_block": 128, "feature_map": "learned", "learn_scale": True, "sharpness": 0.6}
+    assert recommended("encoder", version=2) == {**first, "near": 256}
+    shared = {"feature_map": "learned", "learn_scale": True, "sharpness": 0.6}
     shared |= {"statistics": "fixed", "method": "entropy"}
-    assert recommended("convert-encoder", version=1) == {**shared, "center_keys": True}
-    decoder = {**shared, "diag_overlap": 128, "sinks": 4}
+    encoder = {"near": lln.Near(128, joint=True), **shared, "center_keys": True}
+    assert recommended("convert-encoder", version=1) == encoder
+    decoder = {"near": lln.Near(128, overlap=128, sinks=4, joint=True), **shared}
     assert recommended("convert-decoder", version=1) == decoder
     for task, versions in PRESETS.items():
         assert recommended(task) == recommended(task, max(versions))
@@ -99,8 +112,8 @@ def test_presets_have_versions_that_never_change():
 
 
 def test_a_preset_is_a_copy_and_unknown_ones_are_named():
-    recommended()["diag_block"] = 1
-    assert recommended()["diag_block"] == 256
+    recommended()["near"] = 1
+    assert recommended()["near"] == 256
     with pytest.raises(ValueError, match=r"task='encodr' is unknown; did you mean 'encoder'\?"):
         recommended("encodr")
     with pytest.raises(ValueError, match="version=7 of the preset 'encoder' is unknown; there is"):
@@ -127,7 +140,7 @@ def test_saved_models_name_the_version_of_their_preset(tmp_path):
     undo = lln.hf.replace(model, "lln_diag", quiet=True, **recommended("encoder", version=1))
     model.save_pretrained(tmp_path / "preset")
     undo()
-    lln.hf.replace(model, "lln_diag", quiet=True, diag_block=4, mix=torch.tensor([0.2, 0.7]))
+    lln.hf.replace(model, "lln_diag", quiet=True, near=4, mix=torch.tensor([0.2, 0.7]))
     model.save_pretrained(tmp_path / "own")
     saved = {
         name: json.loads((tmp_path / name / "config.json").read_text())["lln"][0]
@@ -222,3 +235,39 @@ def test_shapes_and_types_of_queries_keys_and_values_are_told():
     assert {"lln.distributed.attention", "lln.moments.measure_scales"} <= {*walked}
     assert len(walked) >= 25
     assert not {path: missing for path, missing in walked.items() if missing}
+
+
+# how much there is -----------------------------------------------------------------------------
+
+# Arguments of what is called most: many more than SDPA's mean that an object is missing.
+MOST_ARGUMENTS = {"attention": 16, "LLNAttention": 23, "LLNMultiheadAttention": 26}
+# Files of lln in which a word stands, and of those the ones outside of the window's own folder.
+MOST_FILES = {
+    "overlap": (34, 12),
+    "sinks": (28, 12),
+    "sharpness": (8, 8),
+    "center_keys": (9, 9),
+    "learn_scale": (6, 6),
+    "feature_map": (12, 12),
+}
+
+
+def test_arguments_stay_few():
+    called = {"attention": lln.attention, "LLNAttention": LLNAttention}
+    called["LLNMultiheadAttention"] = LLNMultiheadAttention
+    found = {name: len(inspect.signature(each).parameters) for name, each in called.items()}
+    print(found)
+    assert all(found[name] <= most for name, most in MOST_ARGUMENTS.items()), found
+
+
+def test_an_option_stands_in_few_files():
+    """A feature costs its own folder: beyond it options are passed on inside an object."""
+    texts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "lln").rglob("*.py")}
+    window = ROOT / "lln" / "ops" / "window"
+    found = {}
+    for word in MOST_FILES:
+        files = [path for path, text in texts.items() if re.search(rf"\b{word}\b", text)]
+        found[word] = len(files), sum(not path.is_relative_to(window) for path in files)
+        print(f"{word:12} {found[word][0]:3} files, {found[word][1]:3} beyond the window's folder")
+    over = {word: n for word, n in found.items() if any(map(int.__gt__, n, MOST_FILES[word]))}
+    assert not over

@@ -1,4 +1,4 @@
-"""lln.attention with mix="joint", windows and features: what users call."""
+"""lln.attention with one normaliser, windows and features: what users call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from lln.moments.levels import match_level
 from lln.ops import reference
 from tests.helpers import random_qkv
 
-JOINT = {"diag_block": 16, "diag_overlap": 5, "sinks": 2, "mix": "joint"}
+JOINT = {"near": lln.Near(16, overlap=5, sinks=2, joint=True)}
+APART = {"near": lln.Near(16, overlap=5, sinks=2)}
 SCALES = {"alpha": 1.7, "beta": 1.4}
 
 
@@ -42,7 +43,7 @@ def test_a_level_is_measured_where_none_is_given():
     q, k = q.masked_fill(~real[:, None, :, None], torch.nan), k * 2
     measured = lln.attention(q, k, v, key_mask=mask, query_mask=real, **JOINT)
     alpha, beta = lln.moments.measure_scales(q, k, key_mask=mask, query_mask=real)
-    window = {"block": 16, "overlap": 5, "sinks": 2, "key_mask": mask, "query_mask": real}
+    window = {**JOINT, "key_mask": mask, "query_mask": real}
     gamma = match_level(q, k, alpha=alpha, beta=beta, **window)
     scales = {"alpha": alpha, "beta": beta, "gamma": gamma}
     expected = lln.attention(q, k, v, key_mask=mask, **scales, **JOINT)
@@ -58,11 +59,13 @@ def test_the_level_is_the_formula(queries, keys, is_causal):
     valid, real = torch.rand(2, keys) > 0.3, torch.rand(2, queries).argsort(1) < 20
     k = k.masked_fill(~valid[:, None, :, None], torch.nan)
     alpha, beta = torch.rand(2, 4).double() + 1, torch.rand(2, 2).double() + 1
-    window = {"block": 8, "overlap": 3, "sinks": 2}
+    window = lln.Near(8, overlap=3, sinks=2)
     masks = {"key_mask": valid, "is_causal": is_causal}
-    level = match_level(q, k, alpha=alpha, beta=beta, **window, **masks, query_mask=real, rows=20)
+    level = match_level(
+        q, k, alpha=alpha, beta=beta, near=window, **masks, query_mask=real, rows=20
+    )
     seen = reference.visible(queries, keys, **masks)
-    near = reference.near_field(queries, keys, **window, **masks)
+    near = reference.near_field(queries, keys, window, **masks)
     k = k.nan_to_num()
     linear = reference.lln_scores(q, k, alpha=alpha, beta=beta) + level[..., None, None]
     exact = reference.softmax_scores(q, k, scale=8**-0.5)
@@ -77,7 +80,7 @@ def test_the_level_is_the_formula(queries, keys, is_causal):
 def test_padding_does_not_change_the_level():
     """Queries are sampled among those that count, so their number of neighbours is the same."""
     q, k, _ = random_qkv(1, 2, 100)
-    scales = {"alpha": torch.ones(1, 2), "beta": torch.ones(1, 2), "block": 16}
+    scales = {"alpha": torch.ones(1, 2), "beta": torch.ones(1, 2), "near": 16}
     alone = match_level(q, k, **scales)
     mask = torch.arange(140)[None] < 100
     padded = [torch.nn.functional.pad(x, (0, 0, 0, 40), value=9.0) for x in (q, k)]
@@ -87,11 +90,11 @@ def test_padding_does_not_change_the_level():
 
 def test_the_level_of_nothing_is_zero():
     q, k, _ = random_qkv(2, 2, 5)
-    scales = {"alpha": torch.ones(2, 2), "beta": torch.ones(2, 2), "block": 2}
+    scales = {"alpha": torch.ones(2, 2), "beta": torch.ones(2, 2), "near": 2}
     nothing = torch.zeros(2, 5, dtype=torch.bool)
     assert (match_level(q, k, key_mask=nothing, **scales) == 0).all()
     assert (match_level(q, k, query_mask=nothing, **scales) == 0).all()
-    assert (match_level(q, k, **{**scales, "block": 5}) == 0).all()
+    assert (match_level(q, k, **{**scales, "near": 5}) == 0).all()
 
 
 @pytest.mark.parametrize("pull", [0.3, 1.0, 2.0])
@@ -100,9 +103,9 @@ def test_neighbours_that_attract_each_other_keep_the_mass_that_softmax_gives_the
     drift = pull * torch.randn(1, 2, 512, 64).cumsum(2) / 8
     q, k = torch.randn(1, 2, 512, 64) + drift, torch.randn(1, 2, 512, 64) + drift
     eye = torch.eye(512).expand(1, 2, 512, 512)
-    p = lln.attention(q, k, eye, method="entropy", diag_block=128, mix="joint")
+    p = lln.attention(q, k, eye, method="entropy", near=lln.Near(128, joint=True))
     soft = torch.softmax(q @ k.transpose(-1, -2) / 8, dim=-1)
-    near = reference.near_field(512, 512, block=128)
+    near = reference.near_field(512, 512, lln.Near(128))
     shares = [(x * near).sum(-1).mean().item() for x in (p, soft)]
     assert abs(shares[0] - shares[1]) < 0.04
 
@@ -112,9 +115,9 @@ def test_neighbours_that_attract_each_other_keep_the_mass_that_softmax_gives_the
 def test_on_gaussians_rows_are_as_concentrated_as_those_of_softmax(width, temperature, bits):
     q, k = (temperature**-0.5 * torch.randn(2, 2, 512, width) for _ in range(2))
     eye = torch.eye(512).expand(2, 2, 512, 512)
-    p = lln.attention(q, k, eye, method="entropy", diag_block=128, mix="joint")
+    p = lln.attention(q, k, eye, method="entropy", near=lln.Near(128, joint=True))
     soft = torch.softmax(q @ k.transpose(-1, -2) * width**-0.5, dim=-1)
-    near = reference.near_field(512, 512, block=128)
+    near = reference.near_field(512, 512, lln.Near(128))
     entropies = [-(x * x.clamp(min=1e-30).log2()).sum(-1).mean().item() for x in (p, soft)]
     assert abs(entropies[0] - entropies[1]) < bits
     shares = [(x * near).sum(-1).mean().item() for x in (p, soft)]
@@ -122,18 +125,17 @@ def test_on_gaussians_rows_are_as_concentrated_as_those_of_softmax(width, temper
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("options", [{"mix": "joint"}, {"mix": 0.3}, {}], ids=str)
+@pytest.mark.parametrize("options", [JOINT, {**APART, "mix": 0.3}, APART], ids=str)
 def test_packed_is_one_by_one(options, is_causal):
     lengths, keys = [7, 40, 33, 1], [7, 40, 20, 5]
     cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0) for x in (lengths, keys))
     q = torch.randn(sum(lengths), 4, 8, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(sum(keys), 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
     mask = torch.rand(sum(keys)) > 0.2
-    options = {**JOINT, **options, "is_causal": is_causal}
-    options["mix"] = options.get("mix", "average")
     scales = {}
     if is_causal:
-        scales = {**SCALES, **({"gamma": -1.0} if options["mix"] == "joint" else {})}
+        scales = {**SCALES, **({"gamma": -1.0} if options is JOINT else {})}
+    options = {**options, "is_causal": is_causal}
     out = lln.attention_varlen(q, k, v, cu_q, cu_k, key_mask=mask, **options, **scales)
     alone = []
     for s in range(4):
@@ -150,10 +152,10 @@ def test_packed_is_one_by_one(options, is_causal):
 def test_a_number_is_the_weight_of_lln():
     q, k, v = random_qkv(2, 3, 40)
     linear = lln.attention(q, k, v, **SCALES)
-    local = lln.attention(q, k, v, diag_block=16, mix=0.0, **SCALES)
+    local = lln.attention(q, k, v, near=16, mix=0.0, **SCALES)
     weight = torch.tensor([0.0, 0.4, 1.0], dtype=torch.float64)
     for impl in ("eager", "reference"):
-        out = lln.attention(q, k, v, diag_block=16, mix=weight, **SCALES, impl=impl)
+        out = lln.attention(q, k, v, near=16, mix=weight, **SCALES, impl=impl)
         expected = torch.lerp(local, linear, weight[:, None, None])
         torch.testing.assert_close(out, expected)
 
@@ -162,7 +164,7 @@ def test_a_number_is_the_weight_of_lln():
 def test_features_of_ones_own(is_causal):
     q, k, v = random_qkv(2, 4, 50, key_heads=2)
     far = torch.randn(2, 4, 50, 24).double(), torch.randn(2, 2, 50, 24).double()
-    features = {"q_features": far[0], "k_features": far[1], "is_causal": is_causal}
+    features = {"features": far, "is_causal": is_causal}
     alone = lln.attention(q, k, v, **features, **SCALES)
     op = {"is_causal": is_causal, **SCALES}
     torch.testing.assert_close(alone, lln.attention(*far, v, **op))
@@ -174,28 +176,25 @@ def test_features_of_ones_own(is_causal):
 
 Q, K, V = random_qkv(2, 4, 20, key_heads=2, dtype=torch.float32)
 WRONG = {
-    "gamma of an average": ({"diag_block": 4, "gamma": 1.0}, "gamma=1.0.*mix='joint'"),
-    "overlap of no block": ({"diag_overlap": 3}, "diag_overlap=3.*diag_block"),
-    "sinks of no block": ({"sinks": 3}, "sinks=3.*diag_block"),
-    "mix of no block": ({"mix": 0.3}, "mix=0.3.*diag_block"),
-    "joint of no block": ({"mix": "joint"}, "mix='joint'.*diag_block"),
-    "an unknown mix": ({"diag_block": 4, "mix": "learned"}, "mix='learned'.*'average', 'joint'"),
-    "a weight above 1": ({"diag_block": 4, "mix": 1.5}, r"mix=1.5 is not in \[0, 1\]"),
-    "weights of other heads": ({"diag_block": 4, "mix": torch.ones(3)}, r"mix has shape \[3\]"),
-    "a negative overlap": ({"diag_block": 4, "diag_overlap": -1}, "diag_overlap=-1"),
-    "negative sinks": ({"diag_block": 4, "sinks": -1}, "sinks=-1"),
+    "gamma of an average": ({"near": 4, "gamma": 1.0}, "gamma=1.0.*joint=True"),
+    "mix of no block": ({"mix": 0.3}, "mix=0.3.*give near"),
+    "mix of one normaliser": ({**JOINT, "mix": 0.3}, "mix=0.3 would be ignored"),
+    "an unknown mix": ({"near": 4, "mix": "learned"}, "mix='learned'.*'average', a number"),
+    "a weight above 1": ({"near": 4, "mix": 1.5}, r"mix=1.5 is not in \[0, 1\]"),
+    "weights of other heads": ({"near": 4, "mix": torch.ones(3)}, r"mix has shape \[3\]"),
+    "a negative overlap": ({"near": {"block": 4, "overlap": -1}}, "overlap=-1"),
+    "negative sinks": ({"near": {"block": 4, "sinks": -1}}, "sinks=-1"),
     "an infinite level": ({**JOINT, "gamma": float("inf")}, "gamma=inf must be finite"),
     "a level of other heads": ({**JOINT, "gamma": torch.ones(3)}, r"gamma has shape \[3\]"),
     "a causal level": ({**JOINT, **SCALES, "is_causal": True}, "need gamma.*future leak"),
-    "features without the other": ({"q_features": Q, **SCALES}, "k_features is missing"),
-    "features without scales": ({"q_features": Q, "k_features": K}, "need alpha and beta"),
+    "features without scales": ({"features": (Q, K)}, "need alpha and beta"),
     "features of other tokens": (
-        {"q_features": Q[:, :, :3], "k_features": K, **SCALES},
-        r"q_features has shape \[2, 4, 3, 8\]",
+        {"features": (Q[:, :, :3], K), **SCALES},
+        r"features\[0\] has shape \[2, 4, 3, 8\]",
     ),
     "features of unlike width": (
-        {"q_features": Q[..., :3], "k_features": K, **SCALES},
-        "q_features has 3 slots, k_features 8",
+        {"features": (Q[..., :3], K), **SCALES},
+        "features of q have 3 slots, of k 8",
     ),
 }
 
@@ -205,7 +204,7 @@ def test_wrong_options_are_named(name):
     options, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         lln.attention(Q, K, V, **options)
-    if not {"q_features", "k_features"} & set(options):
+    if "features" not in options:
         packed = (x[0].transpose(0, 1) for x in (Q, K, V))
         with pytest.raises(ValueError, match=message):
             lln.attention_varlen(*packed, torch.tensor([0, 20]), **options)
@@ -213,7 +212,7 @@ def test_wrong_options_are_named(name):
 
 def test_which_knows_the_new_forms():
     assert lln.which(Q, K, V, **JOINT) == "eager"
-    assert lln.which(Q, K, V, diag_block=4, diag_overlap=2, impl="reference") == "reference"
+    assert lln.which(Q, K, V, near=lln.Near(4, overlap=2), impl="reference") == "reference"
     with pytest.raises(ValueError, match=r"triton.*cannot run here"):
         lln.which(Q, K, V, **JOINT, impl="triton")
 

@@ -14,16 +14,21 @@ from lln.ops.linear.normalized_keys import normalized_keys
 from tests.helpers import LENGTHS, assert_matches, random_qkv, random_scales, run_with_grads
 
 HALF = (torch.bfloat16, torch.float16)
-LOCAL = {"diag_block": 16, "scale": 0.4}
+LOCAL = {"near": lln.Near(16, scale=0.4)}
+JOINT = {"near": lln.Near(16, scale=0.4, joint=True), "gamma": 0.7}
 FORMS = {
     "bidirectional": {},
     "causal": {"is_causal": True},
     "causal blocks": {"is_causal": True, "causal_block": 16},
     "blocks": LOCAL,
     "causal, blocks": {**LOCAL, "is_causal": True},
-    "windows": {**LOCAL, "diag_overlap": 5, "sinks": 2, "mix": 0.3},
-    "joint": {**LOCAL, "mix": "joint", "gamma": 0.7},
-    "causal, joint": {**LOCAL, "mix": "joint", "gamma": 0.7, "is_causal": True, "sinks": 1},
+    "windows": {"near": lln.Near(16, overlap=5, sinks=2, scale=0.4), "mix": 0.3},
+    "joint": JOINT,
+    "causal, joint": {
+        **JOINT,
+        "near": lln.Near(16, sinks=1, scale=0.4, joint=True),
+        "is_causal": True,
+    },
 }
 
 
@@ -39,23 +44,25 @@ def oracle(q, k, v, alpha, beta, *, key_mask, form, rounded=False, **far):
     k_far = k_far.to(k.dtype) if rounded else k_far
     options = {"alpha": alpha, "beta": torch.ones_like(beta), "key_mask": key_mask}
     causal = FORMS[form].get("is_causal", False)
-    q_far = far.get("q_features", q)
-    if "diag_block" not in FORMS[form]:
+    q_far, near = far.get("q_features", q), FORMS[form].get("near")
+    if near is None:
         op = reference.causal if causal else reference.bidirectional
         if block := FORMS[form].get("causal_block"):
             return reference.block_causal(q_far, k_far, v, causal_block=block, **options)
         return op(q_far, k_far, v, **options)
-    window = {
-        "block": 16,
-        "scale": 0.4,
-        "overlap": FORMS[form].get("diag_overlap", 0),
-        "sinks": FORMS[form].get("sinks", 0),
-    }
-    options |= {"q_far": q_far, "k_far": k_far, "is_causal": causal, **window}
-    if FORMS[form].get("mix") == "joint":
+    options |= {"q_far": q_far, "k_far": k_far, "is_causal": causal, **near.options}
+    if near.joint:
         return reference.near_far(q, k, v, gamma=torch.full_like(alpha, 0.7), **options)
     mix = torch.full_like(alpha[0], FORMS[form]["mix"]) if "mix" in FORMS[form] else None
     return reference.lln_diag(q, k, v, mix=mix, **options)
+
+
+def paired(tensors: dict) -> dict:
+    """Tensors with the features, if there are any, as the function takes them."""
+    names = ("q_features", "k_features")
+    rest = {name: x for name, x in tensors.items() if name not in names}
+    pair = tuple(tensors[name] for name in names if name in tensors)
+    return {**rest, "features": pair or None}
 
 
 def compare(form, tensors, dtype, key_mask, impl="eager") -> None:
@@ -71,7 +78,7 @@ def compare(form, tensors, dtype, key_mask, impl="eager") -> None:
     plain |= {name: with_features[name] for name in ("d_alpha", "d_beta")}
     got = run_with_grads(
         lambda **t: lln.attention(
-            **t, key_mask=key_mask, **FORMS[form], normalize_keys=True, impl=impl
+            **paired(t), key_mask=key_mask, **FORMS[form], normalize_keys=True, impl=impl
         ),
         rounded,
         d_out,
@@ -104,10 +111,10 @@ def test_features_of_your_own_are_normalised(form):
     given["q_features"] = torch.randn(2, 4, 40, 16, dtype=torch.float64)
     given["k_features"] = torch.randn(2, 2, 40, 16, dtype=torch.float64)
     compare(form, given, torch.float64, None)
-    options = {"q_features": given["q_features"], "k_features": given["k_features"]}
+    features = given["q_features"], given["k_features"]
     scales = {"alpha": given["alpha"], "beta": given["beta"], "normalize_keys": True}
-    alone = lln.attention(given["q"], given["k"], given["v"], **options, **scales)
-    same = lln.attention(options["q_features"], options["k_features"], given["v"], **scales)
+    alone = lln.attention(given["q"], given["k"], given["v"], features=features, **scales)
+    same = lln.attention(*features, given["v"], **scales)
     torch.testing.assert_close(alone, same)
 
 
@@ -131,7 +138,7 @@ def test_half_precision_keeps_its_bits(dtype):
     assert error < 0.7 * (plain.to(dtype).double() - plain).abs().mean()
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"diag_block": 8}])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"near": 8}])
 def test_packed_sequences_take_their_own_beta(options):
     q, k, v = (torch.randn(50, 2, 8, dtype=torch.float64) for _ in range(3))
     alpha, beta = random_scales(3, 2, 2)
@@ -148,10 +155,10 @@ def test_packed_sequences_take_their_own_beta(options):
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_module_is_the_function(dtype):
     q, k, v = random_qkv(2, 4, 40, key_heads=2, dtype=torch.float32)
-    core = LLNAttention(4, 8, num_kv_heads=2, normalize_keys=True, diag_block=16)
+    core = LLNAttention(4, 8, num_kv_heads=2, normalize_keys=True, near=16)
     with torch.autocast("cpu", dtype):
         out = core(q, k, v)
-        expected = lln.attention(q, k, v, normalize_keys=True, diag_block=16)
+        expected = lln.attention(q, k, v, normalize_keys=True, near=16)
     assert out.dtype == dtype
     torch.testing.assert_close(out, expected)
 

@@ -30,7 +30,7 @@ class Case:
     value_width: int
     size: float
     is_causal: bool
-    diag_block: int | None
+    near: int | None
     normalize_keys: bool
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,7 +57,7 @@ class Case:
         return {
             **self.scales,
             "is_causal": self.is_causal,
-            "diag_block": self.diag_block,
+            "near": self.near,
             "normalize_keys": self.normalize_keys,
         }
 
@@ -73,7 +73,7 @@ cases = st.builds(
     value_width=st.integers(1, 9),
     size=st.sampled_from([0.1, 1.0, 10.0, 100.0]),
     is_causal=st.booleans(),
-    diag_block=st.sampled_from([None, 1, 3, 8, 64]),
+    near=st.sampled_from([None, 1, 3, 8, 64]),
     normalize_keys=st.booleans(),
 )
 
@@ -189,7 +189,7 @@ def test_packed_equals_padded_equals_one_by_one(case, lengths):
     q, k = draw(heads, case.width) * case.size, draw(case.key_heads, case.width)
     v = draw(case.key_heads, case.value_width)
     cu = torch.tensor([0, *lengths]).cumsum(0)
-    measured = {} if case.is_causal else {"diag_block": case.diag_block}
+    measured = {} if case.is_causal else {"near": case.near}
     for options in [case.options] + ([measured] if measured else []):
         packed = lln.attention_varlen(q, k, v, cu, **options)
         longest = max(lengths)

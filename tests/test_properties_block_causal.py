@@ -21,13 +21,13 @@ from tests.properties import SIZES, check_definition, check_masks_and_batches, c
 class Case(properties.Case):
     """Blocks, and whether there are blocks of softmax in them."""
 
-    diag_block: int | None
+    near: int | None
     multiple: int
     mix: Any
 
     @property
     def block(self) -> int:
-        return (self.diag_block or 1) * self.multiple
+        return (self.near or 1) * self.multiple
 
     @property
     def linear(self) -> dict[str, Any]:
@@ -36,15 +36,15 @@ class Case(properties.Case):
     @property
     def options(self) -> dict[str, Any]:
         given = {**self.linear, "is_causal": True, "causal_block": self.block}
-        if self.diag_block is not None:
-            given |= {"diag_block": self.diag_block, "mix": self.mix}
+        if self.near is not None:
+            given |= {"near": self.near, "mix": self.mix}
         return given
 
 
 cases = st.builds(
     Case,
     **SIZES,
-    diag_block=st.sampled_from([None, 2, 3, 8]),
+    near=st.sampled_from([None, 2, 3, 8]),
     multiple=st.sampled_from([1, 2, 3, 64]),
     mix=st.sampled_from(["average", 0.3]),
 )
@@ -58,7 +58,7 @@ def test_linear_time_is_the_definition(case):
 @given(cases)
 def test_each_block_is_bidirectional_attention_over_the_keys_up_to_its_end(case):
     q, k, v, mask = case.tensors()
-    options = {**case.options, "diag_block": None, "mix": "average"}
+    options = {**case.options, "near": None, "mix": "average"}
     out = lln.attention(q, k, v, key_mask=mask, **options)
     position = torch.arange(case.queries) + case.keys - case.queries
     for block in position.div(case.block, rounding_mode="floor").unique().tolist():

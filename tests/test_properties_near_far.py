@@ -35,20 +35,22 @@ class Case(properties.Case):
             "alpha": 1.3,
             "beta": 0.8,
             "is_causal": self.is_causal,
-            "diag_block": self.block,
-            "diag_overlap": self.overlap,
-            "sinks": self.sinks,
-            "mix": self.mix,
+            "near": self.near,
             "normalize_keys": self.normalize_keys,
         }
-        return given | ({"gamma": -0.7} if self.mix == "joint" else {})
+        return given | ({"gamma": -0.7} if self.mix == "joint" else {"mix": self.mix})
 
-    def features(self, q: Tensor, k: Tensor) -> dict[str, Tensor]:
+    @property
+    def near(self) -> lln.Near:
+        joint = self.mix == "joint"
+        return lln.Near(self.block, overlap=self.overlap, sinks=self.sinks, joint=joint)
+
+    def features(self, q: Tensor, k: Tensor) -> dict[str, Any]:
         if self.slots is None:
             return {}
         generator = torch.Generator().manual_seed(self.seed + 1)
         maps = torch.randn(4, self.slots, generator=generator, dtype=torch.float64)
-        return {"q_features": q @ maps, "k_features": k @ maps}
+        return {"features": (q @ maps, k @ maps)}
 
 
 cases = st.builds(
@@ -95,6 +97,6 @@ def test_packed_is_one_by_one(case, sequences):
 def test_measured_levels_are_finite_and_their_rows_sum_to_one(case):
     q, k, _, mask = case.tensors()
     ones = k.new_ones((*k.shape[:3], 1))
-    window = {"diag_block": case.block, "diag_overlap": case.overlap, "sinks": case.sinks}
-    rows = lln.attention(q, k, ones, key_mask=mask, mix="joint", method="entropy", **window)
+    near = lln.Near(case.block, overlap=case.overlap, sinks=case.sinks, joint=True)
+    rows = lln.attention(q, k, ones, key_mask=mask, method="entropy", near=near)
     assert ((rows - 1).abs().minimum(rows.abs()) < 1e-9).all()

@@ -129,15 +129,15 @@ def test_backward_passes_find_their_own_run_in_any_order(waiting, order, start):
 @given(
     statistics=st.sampled_from(["running", "fixed"]),
     train=st.booleans(),
-    diag_block=st.sampled_from([None, 1, 3]),
+    near=st.sampled_from([None, 1, 3]),
     lengths=st.tuples(st.integers(1, 12), st.integers(1, 12)).filter(lambda x: x[0] != x[1]),
     cut=st.integers(0, 12),
     batch=batches,
     start=seeds,
 )
-def test_later_queries_change_nothing(statistics, train, diag_block, lengths, cut, batch, start):
+def test_later_queries_change_nothing(statistics, train, near, lengths, cut, batch, start):
     """Cross-attention of a decoder."""
-    core = LLNAttention(HEADS, WIDTH, statistics=statistics, diag_block=diag_block)
+    core = LLNAttention(HEADS, WIDTH, statistics=statistics, near=near)
     core = core.double().train(train)
     if statistics == "running":
         start_again(core, start)

@@ -9,13 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from lln import Near
 from lln.nn import LLNAttention, LLNMultiheadAttention
 
 HEADS, KEY_HEADS, SIZE, TOKENS = 4, 2, 4, 12
-NEAR = {"diag_block": 4, "mix": "joint"}
+NEAR = {"near": Near(4, joint=True)}
 CORES: dict[str, dict[str, Any]] = {
-    "sample": {"diag_block": 4, "method": "entropy", "mix": "learned", "conv": 3},
-    "running": {"statistics": "running", "learn_scale": True, "diag_block": 4},
+    "sample": {"near": 4, "method": "entropy", "mix": "learned", "conv": 3},
+    "running": {"statistics": "running", "learn_scale": True, "near": 4},
     "causal": {
         "statistics": "running",
         "causal": True,
@@ -23,7 +24,11 @@ CORES: dict[str, dict[str, Any]] = {
     },
     "sharper": {"statistics": "running", "sharpness": 0.7},
     "fixed": {"statistics": "fixed", "alpha": 1.5, "beta": [1.0, 2.0], "learn_scale": True},
-    "joint": {"statistics": "running", "learn_scale": True, "sinks": 1, "diag_overlap": 2, **NEAR},
+    "joint": {
+        "statistics": "running",
+        "learn_scale": True,
+        "near": Near(4, overlap=2, sinks=1, joint=True),
+    },
     "joint-fixed": {"statistics": "fixed", "gamma": 0.5, **NEAR},
     "signs": {"statistics": "running", "feature_map": "signs", "center_keys": True, **NEAR},
     "rotations": {"statistics": "running", "feature_map": "rotations", "slots": 8},
@@ -34,7 +39,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     "running": {
         "statistics": "running",
         "learn_scale": True,
-        "diag_block": 4,
+        "near": 4,
         "method": "entropy",
         "mix": "learned",
         "conv": 3,

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lln
 from lln.mechanisms import Mechanism
 from lln.protocols import AttentionCore
+from lln.records.spelling import as_given
 from tests.baselines.small import DIM, HEADS, SMALL, for_compiler, heads, make, padded
 from tests.generated import check_generated_code
 
@@ -304,9 +305,9 @@ def test_records_are_complete():
 # Options of LLNAttention that the layer decides; without the diagonal branch its own are left out.
 BY_THE_LAYER = {"num_kv_heads", "device", "dtype", "causal_block"}
 DIAGONAL = {
-    *("diag_block", "diag_overlap", "sinks", "mix", "gamma", "scale"),
+    *("near", "mix", "gamma"),
 }
-OURS = {"diag_block": 128, "method": "entropy", "mix": "joint"}
+OURS = {"near": 128, "method": "entropy"}
 
 
 @every_mechanism
@@ -324,9 +325,10 @@ def test_the_record_says_what_the_code_does(name):
         left_out = BY_THE_LAYER | (DIAGONAL if name == "lln" else set())
         stated = {option: value for option, value in stated.items() if option not in left_out}
     if name == "lln_diag":
-        stated["diag_block"] = 64  # of the mechanism alone
+        stated["near"] = 64  # of the mechanism alone
     if name == "lln_nearfar":
         stated |= OURS
+        del stated["mix"]
     if "half_products" in entry.defaults:
         stated["half_products"] = False  # of `create`, which tells the module
     assert list(entry.defaults.items()) == list(stated.items())
@@ -340,7 +342,7 @@ def test_the_record_says_what_the_code_does(name):
 @pytest.mark.parametrize("name", [name for name in NAMES if lln.describe(name).core])
 def test_every_core_keeps_the_protocol(name):
     """One call for all; what measures nothing ignores which queries count."""
-    blocks = {"diag_block": 4} if name == "lln_nearfar" else {}  # in one block it is softmax
+    blocks = {"near": 4} if name == "lln_nearfar" else {}  # in one block it is softmax
     core = make(name, **blocks).core
     assert isinstance(core, AttentionCore)
     for method in ("attention_matrix", "attend_in_model"):
@@ -451,7 +453,8 @@ def test_what_is_recommended_is_what_was_measured():
     losses: dict[str, dict[int, list[float]]] = {}
     for row in rows:
         if row["mechanism"] == "lln_diag":
-            given, length = row["configuration"]["options"], row["configuration"]["length"]
+            configuration = as_given(row["configuration"])
+            given, length = configuration["options"], configuration["length"]
             losses.setdefault(_text(given), {}).setdefault(length, []).append(row["loss"])
     # of what was measured on short and on long texts alike, the lowest mean over seeds on both
     tried = {name: found for name, found in losses.items() if {512, 8192} <= set(found)}

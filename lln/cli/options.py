@@ -18,7 +18,7 @@ def value_of(text: str) -> Any:
 
 
 def mechanism_options(pairs: Iterable[str] | None, flag: str = "--set") -> dict[str, Any]:
-    """``["diag_block=32", "method=entropy"]`` as a dictionary; values are JSON or words.
+    """``["near=32", "method=entropy"]`` as a dictionary; values are JSON or words.
 
     "recommended" stands for all of :func:`lln.nn.recommended`, for encoders.
 
@@ -35,7 +35,7 @@ def mechanism_options(pairs: Iterable[str] | None, flag: str = "--set") -> dict[
         key, sign, value = pair.partition("=")
         if not sign or not key:
             raise typer.BadParameter(
-                f"{flag} {pair!r} is not KEY=VALUE, such as diag_block=32, nor 'recommended'"
+                f"{flag} {pair!r} is not KEY=VALUE, such as near=32, nor 'recommended'"
             )
         found[key] = value_of(value)
     return found

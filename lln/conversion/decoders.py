@@ -109,7 +109,7 @@ def loss_by_position(
 ) -> list[Row]:
     """Mean −ln p of tokens by how many stand before them: does more context keep helping?
 
-    The text is cut into windows of ``length`` without overlap; the rest at the end is left out.
+    The text is cut into windows of ``length`` side by side; the rest at the end is left out.
 
     Args:
         edges: Bins are edges[i] … edges[i+1] − 1 tokens of context, from 1 to ``length`` − 1; by

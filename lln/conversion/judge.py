@@ -211,7 +211,7 @@ class DecoderJudge:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one pass over what is judged: windows overlap by half."""
+        """Tokens of one pass over what is judged: windows share half of it."""
         return 2 * len(self.ids)
 
     def work(self, stages: int) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lln.records.rows import Row
+from lln.records.spelling import as_stored
 
 
 def row_of(found: Mapping[str, Any]) -> Row:
@@ -18,7 +19,7 @@ def row_of(found: Mapping[str, Any]) -> Row:
     if configuration["held_out"]:
         configuration["held_out"] = Path(configuration["held_out"]).name
     seed = configuration.pop("seed")
-    text = json.dumps(configuration, sort_keys=True)
+    text = json.dumps(as_stored(configuration), sort_keys=True)
     left_out = ("curves", "texts", "settings", "seed", "near_shares", "needles")
     errors = {
         f"layer_error_{name}": sum(values) / len(values)

@@ -40,6 +40,7 @@ from lln.conversion.unfinished import (
 )
 from lln.hf.conversion.convert import Conversion
 from lln.inspect.model import quiet
+from lln.ops.window.near import Near
 from lln.records import files, machine
 from lln.records.rows import append_row, thinned
 from lln.report.page import render
@@ -282,7 +283,7 @@ def _findings(
         "auto_class": subject.auto_class,
         "kind": judge.kind,
         "attention": settings.attention,
-        "options": {k: v for k, v in done.options.items() if _is_json(v)},
+        "options": {k: v for k, v in _plain(done.options).items() if _is_json(v)},
         "near_keys": near_keys(done.options, causal=judge.kind == "decoder"),
         "layers": len(done.errors["calibrate"]),
         "kept": done.kept,
@@ -307,12 +308,9 @@ def _findings(
 
 
 def near_keys(options: Mapping[str, Any], *, causal: bool) -> int | None:
-    """Most near keys of a query: block, overlaps and sinks; None for another attention."""
-    block = options.get("diag_block")
-    if block is None:
-        return None
-    overlap = options.get("diag_overlap", 0) * (1 if causal else 2)
-    return block + overlap + options.get("sinks", 0)
+    """Most near keys of a query; None for another attention."""
+    near = Near.read(options.get("near"))
+    return None if near is None else near.keys(causal)
 
 
 def curve(rows: Iterable[Row]) -> list[Row]:
@@ -378,6 +376,10 @@ def _write(folder: Path, found: Row) -> None:
     """Write what was measured."""
     files.write_text(folder / "conversion.json", json.dumps(found, indent=1, allow_nan=False))
     files.write_text(folder / "report.html", render(page.build(found)))
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.to_json() if isinstance(v, Near) else v for k, v in options.items()}
 
 
 def _is_json(value: Any) -> bool:

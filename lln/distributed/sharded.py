@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lln.distributed import sliced
 from lln.distributed.layout import BATCH, HEADS, MASK, QKV, TOKENS, Layout
+from lln.ops.window.near import Near
 
 #: Axes of q that the axes of an argument are: a tensor ``[H]`` has one, ``[B, H]`` two.
 SCALE = {0: (), 1: (HEADS,), 2: (BATCH, HEADS)}
@@ -33,13 +34,15 @@ def attention(
     for name, x in list(options.items()):
         if isinstance(x, Tensor):
             options[name] = layout.local(x, _axes(name, x))
+        elif name == "features" and x is not None:
+            options[name] = tuple(layout.local(each, QKV) for each in x)
     own = tuple(layout.local(x, QKV) for x in (q, k, v))
     if 0 in own[0].shape[:2]:  # more processes than samples or heads
         return layout.whole(_nothing(*own), shape)
     dimension = layout.over_tokens
     if dimension is None:
         return layout.whole(attend(*own, **options), shape)
-    _check_blocks(layout, q.shape[TOKENS], options)
+    _check_blocks(layout, q.shape[TOKENS], Near.read(options.get("near")))
     out = sliced.attention(*own, group=layout.mesh.get_group(dimension), **options)
     return layout.whole(out, shape)
 
@@ -47,8 +50,6 @@ def attention(
 def _axes(name: str, x: Tensor) -> Sequence[int]:
     if name in ("key_mask", "query_mask"):
         return MASK
-    if name in ("q_features", "k_features"):
-        return QKV
     if x.dim() not in SCALE:
         raise ValueError(
             f"{name} has shape {list(x.shape)}; pass a number, [heads] or [batch, heads]"
@@ -61,15 +62,14 @@ def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q.sum(-1, keepdim=True) * (k.sum() + v.sum()) + v.new_zeros(v.shape[3])
 
 
-def _check_blocks(layout: Layout, tokens: int, options: dict[str, Any]) -> None:
+def _check_blocks(layout: Layout, tokens: int, near: Near | None) -> None:
     """Refuse on all processes what one of them would refuse while the others wait for it."""
-    block, overlap = options.get("diag_block"), options.get("diag_overlap", 0)
-    if not isinstance(block, int) or block < 1:
+    if near is None:
         return
     for length in layout.lengths(tokens):
-        if length % block or length < overlap:
+        try:
+            near.check_slice(length)
+        except ValueError as error:
             raise ValueError(
-                f"{tokens} tokens are split into {layout.lengths(tokens)}; with diag_block={block} "
-                f"and diag_overlap={overlap} each part must be a multiple of the block and at "
-                "least as long as the overlap; pad the sequence, with key_mask"
-            )
+                f"{tokens} tokens are split into {layout.lengths(tokens)} with near={near}: {error}"
+            ) from None

@@ -19,12 +19,11 @@ from lln.ops.common.arguments import (
     as_level,
     as_scale,
     autocast,
-    check_features,
     check_mask,
     check_pair,
-    check_positive_int,
     check_qkv,
     explain_sdpa_arguments,
+    read_features,
 )
 from lln.ops.common.parts import blend
 from lln.ops.dispatch import choose
@@ -32,7 +31,7 @@ from lln.ops.linear.normalized_keys import normalized_keys
 from lln.ops.linear.state import State
 from lln.ops.window.block_diagonal import block_diagonal
 from lln.ops.window.eager_near_far import combine
-from lln.ops.window.local import Local, read_local, read_mix
+from lln.ops.window.near import Near, read_mix, read_near
 from lln.protocols import Call, compute_dtype
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 
 NEEDS_GAMMA = (
-    "mix='joint' needs gamma where a sequence is split over processes; take it from "
+    "near with joint=True needs gamma where a sequence is split over processes; take it from "
     "lln.moments.match_level on a sequence that one process can hold, the same on all processes"
 )
 
@@ -48,7 +47,7 @@ NEEDS_GAMMA = (
 SHARED = (
     *("the batch", "the number of query heads", "the number of key heads"),
     *("the width of q and k", "the width of v", "the dtype", "the width of the features"),
-    *("is_causal", "diag_block", "diag_overlap", "mix", "scale", "method"),
+    *("is_causal", "near", "mix", "method"),
     *("normalize_keys", "alpha", "beta", "gamma"),
 )
 
@@ -65,14 +64,10 @@ def attention(
     key_mask: Bool[Tensor, "B M"] | None = None,
     query_mask: Bool[Tensor, "B N"] | None = None,
     is_causal: bool = False,
-    diag_block: int | None = None,
-    diag_overlap: int = 0,
-    sinks: int = 0,
-    scale: float | None = None,
+    near: int | Near | None = None,
     mix: str | float | Tensor = "average",
     gamma: float | Tensor | None = None,
-    q_features: Float[Tensor, "B H N S"] | None = None,
-    k_features: Float[Tensor, "B Hkv M S"] | None = None,
+    features: tuple[Float[Tensor, "B H N S"], Float[Tensor, "B Hkv M S"]] | None = None,
     method: str | MomentFit = "paper",
     normalize_keys: bool = False,
     impl: str | None = None,
@@ -98,15 +93,14 @@ def attention(
         alpha, beta: As in :func:`lln.attention`, equal on all processes. Left out, they are
             measured on the whole sequence, at the cost of a second exchange of 6 numbers per head.
         key_mask, query_mask: Those of the slice.
-        diag_block: Add softmax attention inside blocks: LLN+Diag. Slices must be multiples of it.
-        diag_overlap: Keys before and after its block that a query sees there, too, on whatever
-            process (causal: before). Slices must be at least that long.
-        sinks: Not possible here: 0.
-        scale, mix, method, normalize_keys: As in :func:`lln.attention`.
-        gamma: As in :func:`lln.attention`, equal on all processes; "joint" needs it.
-        q_features, k_features: As in :func:`lln.attention`, those of the slice, ``[B, H, N, S]``
-            and ``[B, Hkv, M, S]``.
-        impl: "triton", "eager" or None; only plain PyTorch, "eager", for "joint" and overlap.
+        near: As in :func:`lln.attention`, without first keys that all see. Slices must be multiples
+            of its blocks, and at least as long as its windows reach beyond them.
+        mix, method, normalize_keys: As in :func:`lln.attention`.
+        gamma: As in :func:`lln.attention`, equal on all processes; one normaliser needs it.
+        features: As in :func:`lln.attention`, those of the slice, ``[B, H, N, S]`` and
+            ``[B, Hkv, M, S]``.
+        impl: "triton", "eager" or None; only plain PyTorch, "eager", for one normaliser and
+            for windows that are wider than their block.
 
     Returns:
         The slice of the output, same dtype as ``q``. Gradients of q, k, v are complete; those of
@@ -118,25 +112,20 @@ def attention(
 
     Example:
         >>> dist.init_process_group("nccl")                       # one slice per GPU
-        >>> out = lln.distributed.attention(q, k, v, group=None, diag_block=64)
+        >>> out = lln.distributed.attention(q, k, v, group=None, near=64)
     """
     group = _read_group(group)
     with agreed(group, SHARED) as shared:
         q, k, v = autocast(q, k, v)
-        if q_features is not None and k_features is not None:
-            q_features, k_features = autocast(q_features, k_features)
         check_qkv(q, k, v)
         check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k)
         check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q)
         check_pair(alpha, beta, is_causal)
-        check_features(q, k, q_features, k_features, alpha)
-        near = read_local(
-            head_dim=q.shape[-1], diag_block=diag_block, diag_overlap=diag_overlap, sinks=sinks,
-            scale=scale, mix=mix, gamma=gamma,
-        )  # fmt: skip
+        q_features, k_features = read_features(q, k, features, alpha)
+        near = read_near(near, q.shape[-1], mix, gamma)
         weight = read_mix(mix, q.shape[1], q)
         _check_possible(impl, near)
-        _check_slice(q, k, is_causal, diag_block, diag_overlap)
+        _check_slice(q, k, is_causal, near)
         level = None
         if near is not None and near.joint:
             if gamma is None:
@@ -147,9 +136,8 @@ def attention(
             beta = as_scale("beta", beta, k.shape[0], k.shape[1], k)
         sizes = (*q.shape[:2], k.shape[1], q.shape[3], v.shape[3])
         slots = None if k_features is None else k_features.shape[3]
-        told = (compute_dtype(q, k, v), slots, is_causal, diag_block, diag_overlap, mix)
-        how = (scale, method, normalize_keys)
-        values = (*sizes, *told, *how, alpha, beta, level)
+        told = (compute_dtype(q, k, v), slots, is_causal, near, mix, method, normalize_keys)
+        values = (*sizes, *told, alpha, beta, level)
         shared.update(zip(SHARED, values, strict=True))
     if alpha is None or beta is None:
         alpha, beta = measured_scales(
@@ -171,14 +159,13 @@ def attention(
         linear = attend_far(*seen, v, reach, near, group, is_causal, **options)
         return combine(local, linear, level).to(q.dtype)
     linear = _linear(*seen, v, group, is_causal, impl, **options)
-    if near.overlap:
+    if near.needs:
         reach = Reach(q, k, v, near, group, key_mask, is_causal)
         local, _ = attend_near(reach, near, is_causal)
     else:
         local = block_diagonal(
-            q, k, v, block=near.block, scale=near.scale, key_mask=key_mask, is_causal=is_causal,
-            impl=impl,
-        )  # fmt: skip
+            q, k, v, **near.blocks, key_mask=key_mask, is_causal=is_causal, impl=impl
+        )
     return blend(linear, local, weight, q.dtype)
 
 
@@ -225,43 +212,26 @@ def _read_group(group: Any) -> Any:
     return group
 
 
-def _check_possible(impl: str | None, near: Local | None) -> None:
+def _check_possible(impl: str | None, near: Near | None) -> None:
     if impl == "reference":
         raise ValueError("impl='reference' has no states to exchange; pass 'triton' or 'eager'")
-    if near is not None and near.sinks:
+    if near is not None:
+        near.check_split()
+    if near is not None and not near.is_plain and impl not in (None, "eager"):
         raise ValueError(
-            f"sinks={near.sinks} is refused where a sequence is split over processes: the first "
-            "keys are on one of them alone; leave sinks out, or call lln.attention on one process"
-        )
-    if near is not None and (near.joint or near.overlap) and impl not in (None, "eager"):
-        raise ValueError(
-            f"impl={impl!r} cannot run here: mix='joint' and diag_overlap are plain PyTorch for "
-            "a split sequence; pass 'eager' or leave impl out"
+            f"impl={impl!r} cannot run here: one normaliser for both branches, and windows "
+            "wider than their block, are plain PyTorch for a split sequence; pass 'eager' or leave "
+            "impl out"
         )
 
 
-def _check_slice(
-    q: Tensor, k: Tensor, is_causal: bool, diag_block: int | None, diag_overlap: int
-) -> None:
+def _check_slice(q: Tensor, k: Tensor, is_causal: bool, near: Near | None) -> None:
     queries, keys = q.shape[2], k.shape[2]
-    if (is_causal or diag_block is not None) and queries != keys:
-        option = "is_causal=True" if is_causal else f"diag_block={diag_block}"
+    if (is_causal or near is not None) and queries != keys:
+        option = "is_causal=True" if is_causal else f"near={near}"
         raise ValueError(
             f"q has {queries} tokens but k has {keys} on this process; {option} needs the queries "
             "and keys of the same slice"
         )
-    if diag_block is None:
-        return
-    check_positive_int("diag_block", diag_block)
-    if queries % diag_block:
-        raise ValueError(
-            f"this process holds {queries} tokens, not a multiple of diag_block={diag_block}, so "
-            "that a block would lie on two processes; split the sequence at multiples of "
-            f"{diag_block}, and pad its end with key_mask"
-        )
-    if queries < diag_overlap:
-        raise ValueError(
-            f"this process holds {queries} tokens, fewer than diag_overlap={diag_overlap}, so that "
-            "windows would reach beyond its neighbours; use fewer processes or a smaller "
-            "diag_overlap"
-        )
+    if near is not None:
+        near.check_slice(queries)

@@ -14,7 +14,7 @@ from lln.ops.linear.eager_state import summarize_op
 from lln.ops.window.eager_far import far_op
 from lln.ops.window.eager_near import near_op
 from lln.ops.window.eager_near_far import Sinks
-from lln.ops.window.local import Local
+from lln.ops.window.near import Near
 
 Branch = tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]  # output and logarithm of its sum
 
@@ -33,7 +33,7 @@ class Reach:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        near: Local,
+        near: Near,
         group: Any,
         key_mask: Tensor | None,
         is_causal: bool,
@@ -49,7 +49,7 @@ class Reach:
         )
         wide = torch.cat([edges[0], own] if is_causal else [edges[0], own, edges[1]], dim=2)
         self.k, self.v, seen = wide.split([k.shape[3], v.shape[3], 1], dim=-1)
-        self.key_mask, self.origin = seen[:, 0, :, 0] > 0, -overlap % near.block
+        self.key_mask, self.origin = seen[:, 0, :, 0] > 0, near.origin
         if not is_causal:
             self.q = F.pad(q, (0, 0, 0, overlap))
 
@@ -58,7 +58,7 @@ class Reach:
         return branch[0][:, :, : self.queries], branch[1][:, :, : self.queries]
 
 
-def attend_near(reach: Reach, near: Local, is_causal: bool) -> Branch:
+def attend_near(reach: Reach, near: Near, is_causal: bool) -> Branch:
     """Softmax attention of the slice over its near keys."""
     none = Sinks.among(reach.k, reach.v, 0, None)
     tensors = reach.q, reach.k, reach.v, none.k, none.v, none.position, reach.key_mask, None
@@ -71,7 +71,7 @@ def attend_far(
     k: Float[Tensor, "B Hkv N D"],
     v: Float[Tensor, "B Hkv N E"],
     reach: Reach,
-    near: Local,
+    near: Near,
     group: Any,
     is_causal: bool,
     *,

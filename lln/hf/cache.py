@@ -24,7 +24,7 @@ from lln.protocols import compute_dtype
 class StateLayer(CacheLayerMixin):
     """A cache layer of O(D E) per head, whatever the length.
 
-    What it keeps is a :class:`~lln.hf.decode.memory.Memory`: a state, near keys, sinks, the last
+    What it keeps is a :class:`~lln.hf.decode.memory.Memory`: a state, near keys, the last
     values before a convolution. Heads that keep softmax need all their keys and values, which grow
     beside it.
 
@@ -178,7 +178,7 @@ class StateLayer(CacheLayerMixin):
             out, self.memory = chunk.attend(core, self.memory, new, constants, key_mask)
             return out
         memory = self.memory.writable()
-        memory = memory if key_mask is None else memory.with_mask(core.local)
+        memory = memory if key_mask is None else memory.with_mask(core.near)
         if not may_look_at(k):  # kernels fold, and where blocks begin only the device knows
             memory = chunk.with_pending(core, memory, constants)
         count = self.tokens - 1 if key_mask is None else None

@@ -150,7 +150,7 @@ def calibrate(
     """Set α and β of every LLN layer, per head, from the activations of real inputs.
 
     Eq. (10) of arXiv:2311.13541 with σ_q², σ_k² averaged over all valid tokens of all batches.
-    γ of ``mix="joint"`` and the stored mean of ``center_keys`` take a pass over the batches each.
+    γ of near and far keys and the stored mean of ``center_keys`` take a pass over the batches each.
     Feature maps that set their own scale ("hedgehog", "t2r", "elu") keep α = β = 1. Layers with
     ``statistics="sample"``, as encoders have by default, go on measuring every sample, by
     ``method``: nothing is stored there.
@@ -160,7 +160,7 @@ def calibrate(
         method: "paper", "variance", "entropy" or a fitted line; as given to ``replace`` by default.
         activations: Those of the model with "softmax" attention in the LLN layers, which trained
             weights know, or those with "lln", each layer already using what was measured so far.
-        level: γ of ``mix="joint"``: "output" brings the output of every head closest to that of
+        level: γ of near and far keys: "output" brings the output of every head closest to that of
             softmax (:func:`lln.moments.match_output_level`), "share" gives its near keys the share
             of softmax (:func:`lln.moments.match_level`).
 

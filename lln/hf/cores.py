@@ -23,7 +23,7 @@ from lln.ops.common.arguments import autocast
 from lln.protocols import AttentionCore
 
 # Options that the model decides, in every call or by its layers.
-SET_BY_THE_MODEL = ("causal", "dropout", "scale", "layer")
+SET_BY_THE_MODEL = ("causal", "dropout", "layer")
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ def _build_measuring(attention: str, place: Place, options: dict[str, Any]) -> L
         place.num_heads,
         place.head_dim,
         num_kv_heads=place.num_kv_heads,
-        **{**zoo.describe(attention).options, **options, **told},
+        **{**zoo.settled(attention, options), **told},
     )
     given = kind == "sample" or options.get("alpha") is not None or not quantities(core)
     core.register_buffer("calibrated", torch.tensor(given))

@@ -21,6 +21,7 @@ from lln.hf.rotation import follow_rotation, let_see_before
 from lln.hf.swapped_attention import SwappedAttention
 from lln.moments import MomentFit
 from lln.nn import preset_of
+from lln.ops.window.near import Near
 
 # In config.json: no such implementation exists, so that a plain from_pretrained stops there instead
 # of running softmax. `from_pretrained(folder, attn_implementation="sdpa")` asks for that openly.
@@ -165,7 +166,7 @@ def replace(
         before_rotation: In models with rotary positions, let the feature maps of LLN see queries
             and keys before these are applied; near keys are compared by the rotated ones as ever.
             Far keys then count by what they are and not by where, so that nothing the maps learn
-            holds for some positions only. Needs a ``feature_map`` and no ``center_keys``; with
+            holds for some positions only. Needs feature maps and no ``center_keys``; with
             caches of ``generate``'s own making. σ_q and σ_k stay those of the rotated ones, which
             differ by the mean of all coordinates alone; γ is measured with what the maps see.
         options: Those of the mechanism, see ``lln.describe(attention).defaults``. For LLN
@@ -177,7 +178,7 @@ def replace(
         A callable that undoes it, with the numbers of parameters before and after.
 
     Example:
-        >>> undo = lln.hf.replace(model, "lln_diag", layers=range(2, 12), diag_block=64)
+        >>> undo = lln.hf.replace(model, "lln_diag", layers=range(2, 12), near=64)
         >>> lln.hf.calibrate(model, batches, method="entropy")
         >>> undo()
     """
@@ -375,6 +376,8 @@ def to_json(options: dict[str, Any]) -> dict[str, Any]:
     for name, value in kept.items():
         if isinstance(value, MomentFit):
             kept[name] = dataclasses.asdict(value)
+        elif isinstance(value, Near):
+            kept[name] = value.to_json()
         elif isinstance(value, Tensor):
             kept[name] = value.tolist()
     return kept

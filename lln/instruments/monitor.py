@@ -91,14 +91,14 @@ def monitor(
         yield found
         return
     with contextlib.ExitStack() as outputs:
-        sinks: list[Callable[[Sequence[Row]], None]] = [found.extend]
+        writers: list[Callable[[Sequence[Row]], None]] = [found.extend]
         if path is not None:
             file = RowFile(path)
             outputs.callback(file.close)
-            sinks.append(file.write)
+            writers.append(file.write)
         if tensorboard is not None:
-            sinks.append(_tensorboard(tensorboard, outputs))
-        watch = _Watch(model, every, names, samples, rows, scaler, first_step, sinks)
+            writers.append(_tensorboard(tensorboard, outputs))
+        watch = _Watch(model, every, names, samples, rows, scaler, first_step, writers)
         handles = [
             model.register_forward_pre_hook(lambda module, _: watch.before(module)),
             model.register_forward_hook(
@@ -126,10 +126,10 @@ class _Watch:
         rows: int,
         scaler: LossScaler | None,
         first_step: int,
-        sinks: Sequence[Callable[[Sequence[Row]], None]],
+        writers: Sequence[Callable[[Sequence[Row]], None]],
     ) -> None:
         self.model, self.every, self.measures = model, every, measures
-        self.samples, self.rows, self.scaler, self.sinks = samples, rows, scaler, sinks
+        self.samples, self.rows, self.scaler, self.writers = samples, rows, scaler, writers
         self.step, self.first_step = first_step - 1, first_step
         self.recording: contextlib.ExitStack | None = None
         self.calls: list[AttentionCall] = []
@@ -190,8 +190,8 @@ class _Watch:
             self.recording = None
 
     def _write(self, rows: Sequence[Row]) -> None:
-        for sink in self.sinks:
-            sink(rows)
+        for write in self.writers:
+            write(rows)
 
     def _rows(self, call: AttentionCall) -> list[Row]:
         """A row per head; what cannot be measured is None, since watching must not end a run."""

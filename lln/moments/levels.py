@@ -9,9 +9,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lln.moments.features import log_products
-from lln.moments.rows import fields_of_rows, spaced_rows, take_rows
+from lln.moments.rows import spaced_rows, take_rows
 from lln.ops.common.arguments import no_autocast
 from lln.ops.linear.normalized_keys import normalized_keys
+from lln.ops.window.fields import fields_of_rows
+from lln.ops.window.near import Near
 from lln.protocols import compute_dtype
 
 ROWS = 64  # of each sample and head
@@ -25,10 +27,7 @@ def match_level(
     *,
     alpha: Float[Tensor, "B H"],
     beta: Float[Tensor, "B Hkv"],
-    block: int,
-    overlap: int = 0,
-    sinks: int = 0,
-    scale: float | None = None,
+    near: int | Near,
     q_far: Float[Tensor, "B H N S"] | None = None,
     k_far: Float[Tensor, "B Hkv M S"] | None = None,
     key_mask: Bool[Tensor, "B M"] | None = None,
@@ -48,8 +47,7 @@ def match_level(
     Args:
         q: Queries ``[B, H, N, D]``, any floating dtype.
         k: Keys ``[B, Hkv, M, D]``.
-        block, overlap, sinks: Of the near field, see :func:`lln.attention` (``diag_block``, …).
-        scale: Of the softmax scores; 1/sqrt(D) by default.
+        near: As in :func:`lln.attention`.
         q_far, k_far: What the LLN branch sees instead of q and k.
         key_mask, query_mask: True = counts; the content of other tokens never matters.
         normalize_keys: As in :func:`lln.attention`.
@@ -63,7 +61,7 @@ def match_level(
     variance of all scores is too high by as much as they stand out, and the near branch is lost.
 
     Example:
-        >>> gamma = match_level(q, k, alpha=alpha, beta=beta, block=128)    # -> [2, 8]
+        >>> gamma = match_level(q, k, alpha=alpha, beta=beta, near=128)    # -> [2, 8]
     """
     if q.shape[2] == 0 or k.shape[2] == 0:
         return q.new_zeros(q.shape[:2], dtype=compute_dtype(q, k))
@@ -71,12 +69,11 @@ def match_level(
         k_far = normalized_keys(k if k_far is None else k_far, beta, key_mask)
         beta = torch.ones_like(beta)
     found = scores_of_rows(
-        q, k, alpha=alpha, beta=beta, block=block, overlap=overlap, sinks=sinks, scale=scale,
-        q_far=q_far, k_far=k_far, key_mask=key_mask, query_mask=query_mask, is_causal=is_causal,
-        rows=rows,
+        q, k, alpha=alpha, beta=beta, near=near, q_far=q_far, k_far=k_far, key_mask=key_mask,
+        query_mask=query_mask, is_causal=is_causal, rows=rows,
     )  # fmt: skip
-    near, far, linear = found.logs()
-    return solve_share(near, far, linear, found.counted(far, linear))
+    close, far, linear = found.logs()
+    return solve_share(close, far, linear, found.counted(far, linear))
 
 
 @dataclass(frozen=True)
@@ -116,10 +113,7 @@ def scores_of_rows(
     *,
     alpha: Float[Tensor, "B H"],
     beta: Float[Tensor, "B Hkv"],
-    block: int,
-    overlap: int = 0,
-    sinks: int = 0,
-    scale: float | None = None,
+    near: int | Near,
     q_far: Float[Tensor, "B H N S"] | None = None,
     k_far: Float[Tensor, "B Hkv M S"] | None = None,
     key_mask: Bool[Tensor, "B M"] | None = None,
@@ -129,7 +123,8 @@ def scores_of_rows(
 ) -> RowScores:
     """Scores of ``rows`` evenly spaced queries; arguments are those of :func:`match_level`."""
     dtype, heads = compute_dtype(q, k), q.shape[1]
-    factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    field = Near.read(near, q.shape[-1])
+    assert field is not None and field.scale is not None
     q_far, k_far = q if q_far is None else q_far, k if k_far is None else k_far
     group = heads // max(k.shape[1], 1)
     index = spaced_rows(q.shape[2], rows, query_mask, q.device)  # [#B, r]
@@ -137,9 +132,7 @@ def scores_of_rows(
     def some(x: Tensor) -> Tensor:
         return take_rows(x, index).to(dtype)
 
-    near, far = fields_of_rows(
-        index, q.shape[2], k.shape[2], block, overlap, sinks, key_mask, is_causal
-    )
+    is_near, is_far = fields_of_rows(index, q.shape[2], k.shape[2], field, key_mask, is_causal)
     hidden = None if key_mask is None else ~key_mask[:, None, :, None]
 
     def keys(x: Tensor) -> Tensor:
@@ -147,12 +140,12 @@ def scores_of_rows(
         return x.repeat_interleave(group, dim=1)
 
     with no_autocast(q):
-        exact = factor * some(q) @ keys(k).transpose(-1, -2)
+        exact = float(field.scale) * some(q) @ keys(k).transpose(-1, -2)
         features = keys(k_far) * beta.to(dtype).repeat_interleave(group, dim=1)[..., None, None]
         queries = some(q_far) * alpha.to(dtype)[..., None, None]
         linear = log_products(queries, features)
     real = None if query_mask is None else query_mask.gather(1, index)
-    return RowScores(exact, linear, near, far, index, real)
+    return RowScores(exact, linear, is_near, is_far, index, real)
 
 
 def solve_share(near: Tensor, far: Tensor, linear: Tensor, counted: Tensor) -> Float[Tensor, "B H"]:

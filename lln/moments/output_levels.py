@@ -135,6 +135,6 @@ def match_output_level(
         options: Of :func:`lln.moments.match_level`.
 
     Example:
-        >>> gamma = match_output_level(q, k, v, alpha=alpha, beta=beta, block=128)    # -> [8]
+        >>> gamma = match_output_level(q, k, v, alpha=alpha, beta=beta, near=128)    # -> [8]
     """
     return output_terms(q, k, v, **options).level()

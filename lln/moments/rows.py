@@ -1,4 +1,4 @@
-"""Some rows of an attention matrix: which queries, and which keys are near them and far."""
+"""Some rows of an attention matrix: which queries."""
 
 from __future__ import annotations
 
@@ -41,26 +41,3 @@ def take_rows(x: Float[Tensor, "B H N D"], index: Int[Tensor, "#B r"]) -> Float[
     """The rows ``index`` of every head."""
     chosen = index[:, None, :, None].expand(x.shape[0], x.shape[1], -1, x.shape[3])
     return x.gather(2, chosen)
-
-
-def fields_of_rows(
-    index: Int[Tensor, "#B r"],
-    queries: int,
-    keys: int,
-    block: int,
-    overlap: int,
-    sinks: int,
-    key_mask: Tensor | None,
-    is_causal: bool,
-) -> tuple[Bool[Tensor, "#B 1 r M"], Bool[Tensor, "#B 1 r M"]]:
-    """Which keys are near the queries ``index``, and which are far from them."""
-    i = index[:, None, :, None] + keys - queries
-    j = torch.arange(keys, device=index.device)
-    start = i.div(block, rounding_mode="floor") * block
-    left, right = j < start - overlap, j >= start + block + overlap
-    outside = left | (right & (not is_causal))
-    valid = (j >= 0)[None] if key_mask is None else key_mask
-    is_sink = (valid & (valid.cumsum(1) <= sinks))[:, None, None]
-    seen = valid[:, None, None] & ((j <= i) if is_causal else torch.ones_like(outside))
-    far = outside & ~is_sink & seen
-    return seen & ~far, far

@@ -24,31 +24,29 @@ from lln.nn.statistics import (
 from lln.ops.common.arguments import autocast, check_mask, check_qkv, is_dtensor
 from lln.ops.linear.normalized_keys import normalized_keys
 from lln.ops.taps.convolution import check_conv, draw_filters_
-from lln.ops.window.local import read_causal_block, read_local, read_mix
+from lln.ops.window.near import Near, read_causal_block, read_mix, read_near
 from lln.protocols import compute_dtype
 
-MIXES = ("average", "learned", "joint")
+MIXES = ("average", "learned")
 
 
 class LLNAttention(nn.Module):
     r"""Linear log-normal attention on ``[B, H, N, D]``, alone or averaged with a diagonal branch.
 
-    Eq. (8)–(10) of arXiv:2311.13541 in their exact form, and Fig. 3 with ``diag_block``:
+    Eq. (8)–(10) of arXiv:2311.13541 in their exact form, and Fig. 3 with ``near``:
         out = A M,  A_il = softmax_l(α q_il + L_l),  M_l = Σ_j exp(β k_jl − L_l) v_j,
         out = w · LLN + (1 − w) · BlockDiagSoftmax,  w = ½ or learned per head.
-    With ``mix="joint"`` one normaliser holds for both: :func:`lln.ops.window.near_far.near_far`.
+    One normaliser holds for both if ``near`` says so: :func:`lln.ops.window.near_far.near_far`.
 
     Args:
         num_kv_heads: Key and value heads, a divisor of ``num_heads`` (GQA); default ``num_heads``.
         causal: Each query sees the keys up to its own position (bottom-right aligned when M ≠ N).
             Needs ``statistics="running"`` or ``"fixed"``.
         causal_block: With ``causal``, full attention inside blocks of this many positions and
-            causal attention across them, see :func:`lln.attention`. A multiple of ``diag_block``;
-            not with ``diag_overlap``, ``sinks`` or ``mix="joint"``. ``conv`` stays causal token by
-            token.
-        diag_block: Block size of the softmax branch of LLN+Diag; None for LLN alone.
-        diag_overlap: Keys before and after its block that a query sees there, too (causal: before).
-        sinks: Number of first valid keys that every query sees there, too.
+            causal attention across them, see :func:`lln.attention`. ``conv`` stays causal
+            token by token.
+        near: Block size of the softmax branch of LLN+Diag, or a :class:`lln.Near`; None for LLN
+            alone.
         method: "paper", "variance", "entropy" or a fitted line, see :func:`lln.match_moments`.
         statistics: Where α and β come from. "sample": measured in each sample and head.
             "running": averages over the training batches, frozen in evaluation, so that the output
@@ -60,12 +58,11 @@ class LLNAttention(nn.Module):
         sharpness: Multiplies the matched α and β. In models that were trained with softmax 0.5 to
             0.7 is a better start than the match itself.
         normalize_keys: Use ln D + log_softmax_l(β k) as key features, the unbiased variant.
-        mix: How the branches are put together, as in :func:`lln.attention`: "average"; the weight
-            of LLN, a number or one per head; or "joint", one normaliser for both, softmax weights
-            for near keys and LLN's for far ones. Here also "learned": the weight of LLN in head h
-            is sigmoid(mix_logit_h), a parameter that starts at ½.
-        gamma: For "joint" with "fixed": logarithm of the factor of LLN's weights, a number or one
-            per head. Otherwise it is measured, averaged and stored as α and β are.
+        mix: How the branches are put together, as in :func:`lln.attention`: "average", or the
+            weight of LLN, a number or one per head. Here also "learned": the weight of LLN in head
+            h is sigmoid(mix_logit_h), a parameter that starts at ½.
+        gamma: For one normaliser with "fixed": logarithm of the factor of LLN's weights, a number
+            or one per head. Otherwise it is measured, averaged and stored as α and β are.
         feature_map, slots: What LLN's features are made of: "identity" (q and k, D slots), "signs"
             (2 D), "rotations" (multiples of D) or "learned" maps (any number, 2 D by default), see
             :class:`lln.nn.feature_maps.FeatureMap`. The softmax branch keeps q and k. The features
@@ -81,7 +78,6 @@ class LLNAttention(nn.Module):
             to γ, all learned from zero; maps with a scale of their own learn the last alone.
         dropout: Probability of dropping an entry of the slot weights A and of the block
             probabilities while training; kept entries are divided by 1 − dropout.
-        scale: Factor of q·k in the diagonal branch; default 1/√head_dim.
         impl: "triton", "eager" or "reference"; None takes the fastest that accepts the tensors.
 
     Numerics: sums are kept in float32 or wider, the output has the dtype of q. α and β are
@@ -90,13 +86,13 @@ class LLNAttention(nn.Module):
     there, except the filter of ``conv``: it is drawn as torch draws depth-wise convolutions.
 
     Example:
-        >>> core = LLNAttention(num_heads=4, head_dim=64, diag_block=64)
+        >>> core = LLNAttention(num_heads=4, head_dim=64, near=64)
         >>> out = core(q, k, v, key_mask=valid)     # q, k, v [2, 4, 128, 64], valid [2, 128]
     """
 
     fixed_mix: Tensor | None
     #: Probability, per sample and while training, of leaving the diagonal branch out: the output is
-    #: the LLN branch alone, with weight 1 (under "joint" except in rows that have no far key).
+    #: the LLN branch alone, with weight 1 (under one normaliser not in rows without a far key).
     #: ``lln.hf.recover(near_dropout=)`` sets it for as long as it runs.
     near_dropout: float = 0.0
 
@@ -108,9 +104,7 @@ class LLNAttention(nn.Module):
         num_kv_heads: int | None = None,
         causal: bool = False,
         causal_block: int | None = None,
-        diag_block: int | None = None,
-        diag_overlap: int = 0,
-        sinks: int = 0,
+        near: int | Near | None = None,
         method: str | MomentFit = "paper",
         statistics: str = "sample",
         alpha: float | Sequence[float] | Tensor | None = None,
@@ -125,7 +119,6 @@ class LLNAttention(nn.Module):
         conv: int = 0,
         learn_scale: bool = False,
         dropout: float = 0.0,
-        scale: float | None = None,
         impl: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -135,7 +128,6 @@ class LLNAttention(nn.Module):
         self.head_dim = head_dim
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.causal = causal
-        self.diag_block = diag_block
         self.mix = _plain_mix(mix)
         self.conv = conv
         self.dropout = dropout
@@ -143,12 +135,8 @@ class LLNAttention(nn.Module):
         self.slots = check_feature_map(feature_map, slots, head_dim)
         self.impl = impl
         self._check_arguments()
-        self.local = read_local(
-            head_dim=head_dim, diag_block=diag_block, diag_overlap=diag_overlap, sinks=sinks,
-            scale=scale if diag_block is not None else None, mix=self.mix, gamma=gamma,
-        )  # fmt: skip
-        self.causal_block = read_causal_block(causal_block, is_causal=causal, local=self.local)
-        self.scale = head_dim**-0.5 if self.local is None else self.local.scale
+        self.near = read_near(near, head_dim, self.mix, gamma)
+        self.causal_block = read_causal_block(causal_block, is_causal=causal, near=self.near)
         matching = Matching(
             num_heads, self.num_kv_heads, head_dim, method, normalize_keys, impl,
             feature_map, self.slots, sharpness,
@@ -164,9 +152,9 @@ class LLNAttention(nn.Module):
                 "use statistics='fixed'"
             )
         self.level = self.center = None
-        if self.local is not None and self.local.joint:
+        if self.near is not None and self.near.joint:
             options = {"gamma": gamma, "learned": learn_scale, "dtype": dtype, "device": device}
-            self.level = Level(statistics, self.local, self.statistics, **options)
+            self.level = Level(statistics, self.near, self.statistics, **options)
         if center_keys:
             self.center = KeyCenter(statistics, self.num_kv_heads, head_dim, device=device)
         self.features = None
@@ -186,7 +174,7 @@ class LLNAttention(nn.Module):
         if learn_scale and not matched and self.level is None:
             raise ValueError(
                 f"learn_scale=True has nothing to learn: feature_map={feature_map!r} sets its own "
-                "scale; give mix='joint', whose gamma is learned, or leave it out"
+                "scale; give near=lln.Near(…, joint=True), whose gamma is learned, or leave it out"
             )
         self.log_alpha = learned(num_heads, wanted=learn_scale and matched)
         self.log_beta = learned(self.num_kv_heads, wanted=learn_scale and matched)
@@ -198,12 +186,18 @@ class LLNAttention(nn.Module):
         return self.head_dim
 
     @property
+    def scale(self) -> float:
+        """Factor of q·k in the near field; 1/√head_dim without one."""
+        given = None if self.near is None else self.near.scale
+        return self.head_dim**-0.5 if given is None else given
+
+    @property
     def positions_matter(self) -> bool:
         """Whether padding before the first token changes the output, as it moves the blocks."""
-        return self.diag_block is not None or self.causal_block is not None
+        return self.near is not None or self.causal_block is not None
 
     def mix_weight(self, dtype: torch.dtype | None = None) -> Float[Tensor, " H"] | None:
-        """The weight of LLN beside the softmax branch; None for ½ (and for "joint")."""
+        """The weight of LLN beside the softmax branch; None for ½ (and one normaliser)."""
         logit = self.mix_logit
         if logit is not None:
             return (logit if dtype in (None, logit.dtype) else logit.to(dtype)).sigmoid()
@@ -394,7 +388,7 @@ class LLNAttention(nn.Module):
             gamma = self.level(q, k, alpha=alpha, beta=beta, **options)
         dropout = self.dropout if dropout is None else dropout
         dropout = dropout if self.training else 0.0
-        columns = None if self.local is None else self.local.columns(is_causal)
+        columns = None if self.near is None else self.near.keys(is_causal)
         return Draw(
             alpha=alpha,
             beta=beta,
@@ -428,9 +422,11 @@ class LLNAttention(nn.Module):
         return k, *self.far_inputs(q, k, beta, None, unrotate)
 
     def stored_level(self) -> Float[Tensor, " H"]:
-        """γ as evaluation uses it; only with ``mix="joint"`` and stored statistics."""
+        """γ as evaluation uses it; only with one normaliser and stored statistics."""
         if self.level is None or self.level.stored is None:
-            raise ValueError("no gamma is stored; it takes mix='joint' and stored statistics")
+            raise ValueError(
+                "no gamma is stored; it takes near with joint=True and stored statistics"
+            )
         return self.level.shifted(self.level.stored.value[0])
 
     @property
@@ -482,7 +478,7 @@ class LLNAttention(nn.Module):
             k if draw.center is None else k - draw.center,
             v,
             draw,
-            local=self.local,
+            near=self.near,
             causal_block=self.causal_block,
             conv=self.conv_weight,
             impl=impl or self.impl,
@@ -539,8 +535,6 @@ class LLNAttention(nn.Module):
         if not 0 <= self.dropout <= 1:
             raise ValueError(f"dropout={self.dropout} is not a probability in [0, 1]")
         check_conv(self.conv, causal=self.causal)
-        if self.diag_block is None and self.mix != "average":
-            raise ValueError(f"mix={self.mix!r} needs the diagonal branch; give diag_block as well")
 
     def extra_repr(self) -> str:
         """Heads, width, and the options that differ from their defaults."""
@@ -548,15 +542,12 @@ class LLNAttention(nn.Module):
             "num_kv_heads": (self.num_kv_heads, self.num_heads),
             "causal": (self.causal, False),
             "causal_block": (self.causal_block, None),
-            "diag_block": (self.diag_block, None),
-            "diag_overlap": (self.local.overlap if self.local else 0, 0),
-            "sinks": (self.local.sinks if self.local else 0, 0),
+            "near": (self.near and self.near.shown(self.head_dim), None),
             "center_keys": (self.center is not None, False),
             "mix": (self.mix, "average"),
             "conv": (self.conv, 0),
             "learn_scale": (self.learn_scale, False),
             "dropout": (self.dropout, 0.0),
-            "scale": (self.scale, self.head_dim**-0.5),
             "impl": (self.impl, None),
         }
         shown = [f"{name}={value!r}" for name, (value, usual) in options.items() if value != usual]

@@ -14,8 +14,9 @@ from lln.ops.causal.causal import causal
 from lln.ops.linear.bidirectional import bidirectional
 from lln.ops.taps.convolution import add_shared, convolve_tokens
 from lln.ops.window.lln_diag import lln_diag
-from lln.ops.window.local import Local
-from lln.ops.window.near_far import near, near_far
+from lln.ops.window.near import Near
+from lln.ops.window.near_far import near as attend_near
+from lln.ops.window.near_far import near_far
 
 
 def attend_drawn(
@@ -24,7 +25,7 @@ def attend_drawn(
     v: Float[Tensor, "B Hkv M E"],
     draw: Draw,
     *,
-    local: Local | None,
+    near: Near | None,
     causal_block: int | None,
     conv: Float[Tensor, "Hkv K"] | None,
     impl: str | None,
@@ -40,12 +41,12 @@ def attend_drawn(
     options: dict[str, Any] = {"causal_block": blocks, "impl": impl}
     if conv is not None:
         _check_neighbours(q.shape[2], k.shape[2], conv.shape[1], draw.is_causal)
-    if local is None or draw.gamma is not None or draw.diag_kept is not None:
-        out = _one_by_one(q, k, v, draw, local, **options)
+    if near is None or draw.gamma is not None or draw.diag_kept is not None:
+        out = _one_by_one(q, k, v, draw, near, **options)
     elif q.shape[2] == k.shape[2]:
-        return _averaged(q, k, v, draw, local, conv, **options)
+        return _averaged(q, k, v, draw, near, conv, **options)
     else:
-        out = _averaged(q, k, v, draw, local, None, **options)
+        out = _averaged(q, k, v, draw, near, None, **options)
     return out if conv is None else _convolved(out, conv, v, draw, impl)
 
 
@@ -54,7 +55,7 @@ def _averaged(
     k: Tensor,
     v: Tensor,
     draw: Draw,
-    local: Local,
+    near: Near,
     conv: Tensor | None,
     *,
     causal_block: int | None,
@@ -67,10 +68,7 @@ def _averaged(
         v,
         alpha=draw.alpha,
         beta=draw.beta,
-        block=local.block,
-        scale=local.scale,
-        overlap=local.overlap,
-        sinks=local.sinks,
+        near=near,
         key_mask=draw.key_mask,
         is_causal=draw.is_causal,
         causal_block=causal_block,
@@ -88,7 +86,7 @@ def _one_by_one(
     k: Tensor,
     v: Tensor,
     draw: Draw,
-    local: Local | None,
+    near: Near | None,
     *,
     causal_block: int | None,
     impl: str | None,
@@ -99,9 +97,9 @@ def _one_by_one(
     op = functools.partial(causal, causal_block=causal_block) if draw.is_causal else bidirectional
     far = features_by_name(draw.far)
     seen = far.get("q_far", q), far.get("k_far", k)
-    if local is None:
+    if near is None:
         return op(*seen, v, **linear, **shared)
-    both = {**shared, "is_causal": draw.is_causal, **local.options}
+    both = {**shared, "is_causal": draw.is_causal, "near": near}
     both["probability_dropout"] = draw.probability_dropout
     if draw.gamma is not None:
         joint = {"gamma": draw.gamma, "near_kept": draw.diag_kept}
@@ -110,7 +108,7 @@ def _one_by_one(
     both["is_causal"] = draw.is_causal and causal_block is None  # whole blocks see each other
     weight = 0.5 if draw.mix is None else draw.mix
     weight = torch.where(draw.diag_kept[:, None], weight, 1.0)[..., None, None].to(q.dtype)
-    return torch.lerp(near(q, k, v, **both), op(*seen, v, **linear, **shared), weight)
+    return torch.lerp(attend_near(q, k, v, **both), op(*seen, v, **linear, **shared), weight)
 
 
 def _convolved(

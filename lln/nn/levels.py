@@ -1,4 +1,4 @@
-"""γ of ``mix="joint"``, and the mean of the keys: what a module measures beside α and β."""
+"""γ of near and far keys, and the mean of the keys: what a module measures beside α and β."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lln.nn.feature_maps import LOG_FEATURES, mean_feature
 from lln.nn.statistics import Statistics
 from lln.nn.stored import Stored, mean_of_finite, per_head
 from lln.ops.common.arguments import hide
-from lln.ops.window.local import Local
+from lln.ops.window.near import Near
 from lln.protocols import compute_dtype
 
 
@@ -36,7 +36,7 @@ class Level(nn.Module):
     def __init__(
         self,
         kind: str,
-        local: Local,
+        near: Near,
         statistics: Statistics,
         *,
         gamma: float | Sequence[float] | Tensor | None,
@@ -45,8 +45,7 @@ class Level(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.scale, self.matching = local.scale, statistics.matching
-        self.window = {"block": local.block, "overlap": local.overlap, "sinks": local.sinks}
+        self.near, self.matching = near, statistics.matching
         heads = self.matching.num_heads
         self.stored = None
         if kind != "sample":
@@ -64,7 +63,8 @@ class Level(nn.Module):
         E ln K⁻¹ Σ_jl exp(α q_l + β k_jl) = ln S + (α² + β²)/2, and ln S (E φ)² for whole features.
         """
         heads = self.matching.num_heads
-        exact = self.scale**2 * self.matching.head_dim / 2 - math.log(self.matching.slots)
+        assert self.near.scale is not None
+        exact = self.near.scale**2 * self.matching.head_dim / 2 - math.log(self.matching.slots)
         if self.matching.feature_map in LOG_FEATURES:
             mean = mean_feature(self.matching.feature_map, self.matching.head_dim)
             return torch.tensor(exact - 2 * math.log(mean), device="cpu").expand(heads)
@@ -110,14 +110,11 @@ class Level(nn.Module):
 
     def measure(self, q: Tensor, k: Tensor, **options: Any) -> Float[Tensor, "B H"]:
         """γ of each sample; options are those of :func:`lln.moments.levels.match_level`."""
-        return match_level(q, k, **self._field(), **options)
+        return match_level(q, k, near=self.near, **options)
 
     def output_terms(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> OutputTerms:
         """What γ for the closest output follows from; options as in :meth:`measure`."""
-        return output_terms(q, k, v, **self._field(), **options)
-
-    def _field(self) -> dict[str, Any]:
-        return {"scale": self.scale, **self.window}
+        return output_terms(q, k, v, near=self.near, **options)
 
     def calibrate_(self, q: Tensor, k: Tensor, **options: Any) -> None:
         """Store what these tensors measure."""

@@ -61,7 +61,7 @@ def check_causal_mask(
             f"attn_mask of shape {list(attn_mask.shape)} is refused: linear attention never forms "
             "the scores it would act on. Possible are key_padding_mask (ignore keys), "
             "is_causal=True (with or without the causal attn_mask) and, at construction, "
-            "diag_block (a local softmax branch)"
+            "near=64 (softmax among neighbours)"
         )
     if tuple(attn_mask.shape) != (queries, keys):
         raise ValueError(

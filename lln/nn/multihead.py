@@ -16,6 +16,7 @@ from lln.nn import sharded
 from lln.nn.attention import LLNAttention
 from lln.nn.masks import check_causal_mask, pad_nested, unpad_nested, valid_keys
 from lln.ops.common.arguments import is_dtensor
+from lln.ops.window.near import Near
 
 
 class LLNMultiheadAttention(nn.MultiheadAttention):
@@ -29,10 +30,10 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first:
             As in torch, where ``dropout`` acts as in :class:`lln.nn.LLNAttention`.
-        diag_block, diag_overlap, sinks, mix, gamma, conv: See :class:`lln.nn.LLNAttention`.
+        near, mix, gamma, conv: See :class:`lln.nn.LLNAttention`.
         method, statistics, alpha, beta, sharpness, normalize_keys: See there, too.
         feature_map, slots, center_keys: See there, too.
-        learn_scale, scale, impl: See there, too. Causality is an argument of ``forward``, as in
+        learn_scale, impl: See there, too. Causality is an argument of ``forward``, as in
             torch. Cross-attention (``query is not key``) needs statistics="running" or "fixed".
 
     Numerics: ``need_weights=True`` (torch's default) builds the N×M matrix; pass False to keep the
@@ -40,7 +41,7 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
 
     Example:
         >>> layer = nn.TransformerEncoderLayer(256, 4, batch_first=True)
-        >>> layer.self_attn = LLNMultiheadAttention(256, 4, batch_first=True, diag_block=64)
+        >>> layer.self_attn = LLNMultiheadAttention(256, 4, batch_first=True, near=64)
     """
 
     in_proj_weight: nn.Parameter | None
@@ -60,9 +61,7 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        diag_block: int | None = None,
-        diag_overlap: int = 0,
-        sinks: int = 0,
+        near: int | Near | None = None,
         method: str | MomentFit = "paper",
         statistics: str = "sample",
         alpha: float | Sequence[float] | Tensor | None = None,
@@ -76,7 +75,6 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         center_keys: bool = False,
         conv: int = 0,
         learn_scale: bool = False,
-        scale: float | None = None,
         impl: str | None = None,
     ) -> None:
         if embed_dim <= 0 or num_heads <= 0 or embed_dim % num_heads:
@@ -98,7 +96,7 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         )
         # torch's encoder layers run their own softmax kernel in eval mode when this is True.
         self._qkv_same_embed_dim = False
-        counting = {"diag_block": diag_block, "conv": conv or None}
+        counting = {"near": near, "conv": conv or None}
         counting = {name: value for name, value in counting.items() if value is not None}
         if counting and (add_bias_kv or add_zero_attn):
             name, value = next(iter(counting.items()))
@@ -109,9 +107,7 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
         self.attention = LLNAttention(
             num_heads,
             embed_dim // num_heads,
-            diag_block=diag_block,
-            diag_overlap=diag_overlap,
-            sinks=sinks,
+            near=near,
             method=method,
             statistics=statistics,
             alpha=alpha,
@@ -126,7 +122,6 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
             conv=conv,
             learn_scale=learn_scale,
             dropout=dropout,
-            scale=scale,
             impl=impl,
             device=device,
             dtype=dtype,
@@ -144,7 +139,7 @@ class LLNMultiheadAttention(nn.MultiheadAttention):
 
         Example:
             >>> encoder.layers[0].self_attn = LLNMultiheadAttention.from_torch(
-            ...     encoder.layers[0].self_attn, diag_block=64)
+            ...     encoder.layers[0].self_attn, near=64)
         """
         _check_plain_parameters(module)
         weight = module.out_proj.weight

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from lln.ops.window.near import Near
+
 _CONVERTED = {
-    "diag_block": 128,
     "feature_map": "learned",
     "learn_scale": True,
     "statistics": "fixed",
@@ -23,13 +25,17 @@ PRESETS: Mapping[str, Mapping[int, tuple[str, Mapping[str, Any]]]] = MappingProx
         "encoder": {
             version: (
                 "lln_diag",
-                {"method": "entropy", "mix": "learned", "diag_block": block, "conv": 33},
+                {"method": "entropy", "mix": "learned", "near": block, "conv": 33},
             )
             for version, block in ((1, 128), (2, 256))
         },
         # What lln.hf.convert begins with (docs/results/conversion.md).
-        "convert-encoder": {1: ("lln_nearfar", {**_CONVERTED, "center_keys": True})},
-        "convert-decoder": {1: ("lln_nearfar", {**_CONVERTED, "diag_overlap": 128, "sinks": 4})},
+        "convert-encoder": {
+            1: ("lln_nearfar", {"near": Near(128, joint=True), **_CONVERTED, "center_keys": True})
+        },
+        "convert-decoder": {
+            1: ("lln_nearfar", {"near": Near(128, overlap=128, sinks=4, joint=True), **_CONVERTED})
+        },
     }
 )
 
@@ -43,7 +49,7 @@ def recommended(task: str = "encoder", version: int | None = None) -> dict[str, 
 
     Args:
         task: "encoder", LLN+Diag in an encoder that is trained from scratch; "convert-encoder" or
-            "convert-decoder", near/far attention (``"lln_nearfar"``, ``mix="joint"``) in a trained
+            "convert-decoder", near/far attention (``"lln_nearfar"``) in a trained
             softmax model, as :func:`lln.hf.convert` does it.
         version: 1 or later; None takes the newest.
 
@@ -77,16 +83,25 @@ def preset_of(mechanism: str, options: Mapping[str, Any]) -> dict[str, Any] | No
     for task, versions in PRESETS.items():
         for version, (known, preset) in versions.items():
             held = known == mechanism and all(
-                name in options and _same(options[name], value) for name, value in preset.items()
+                name in options and _same(mechanism, name, options[name], value)
+                for name, value in preset.items()
             )
             if held and len(preset) >= size:
                 found, size = {"task": task, "version": version}, len(preset)
     return found
 
 
-def _same(given: Any, value: Any) -> bool:
-    """Whether an option is as a preset has it; the values of presets are numbers and words."""
+def _same(mechanism: str, name: str, given: Any, value: Any) -> bool:
+    """Whether an option is as a preset has it."""
+    if name == "near":
+        return _near(mechanism, given) == _near(mechanism, value)
     return type(given) is type(value) and given == value
+
+
+def _near(mechanism: str, value: Any) -> Near | None:
+    """The near field; "lln_nearfar" has one normaliser, whether it is said or not."""
+    near = Near.read(value)
+    return near and replace(near, joint=near.joint or mechanism == "lln_nearfar")
 
 
 #: Version 1 of the preset "encoder", which stays what it is and is the quicker one; the newest is

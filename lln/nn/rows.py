@@ -7,10 +7,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lln.moments.features import log_products
-from lln.moments.rows import fields_of_rows, take_rows
+from lln.moments.rows import take_rows
 from lln.nn.attention import LLNAttention
 from lln.nn.draw import Draw
 from lln.ops.common.arguments import hide
+from lln.ops.window.fields import fields_of_rows
+from lln.ops.window.near import Near
 from lln.protocols import compute_dtype
 
 LEAST = 1e-30  # of a product of features: its logarithm has a gradient
@@ -37,14 +39,12 @@ def row_weights(
     queries = take_rows(q_far, index).to(dtype) * draw.alpha[..., None, None]
     features = k_far * beta[..., None, None]
     linear = log_products(queries, features, least=LEAST)
-    window = (1, 0, 0) if core.local is None else core.local.window
-    near, far = fields_of_rows(
-        index, q.shape[2], k.shape[2], *window, draw.key_mask, draw.is_causal
-    )
+    field = Near(1) if core.near is None else core.near
+    near, far = fields_of_rows(index, q.shape[2], k.shape[2], field, draw.key_mask, draw.is_causal)
     seen = near | far
-    if core.local is None:
+    if core.near is None:
         return _softmax(linear, seen)
-    exact = core.local.scale * take_rows(q, index).to(dtype) @ k.transpose(-1, -2)
+    exact = core.scale * take_rows(q, index).to(dtype) @ k.transpose(-1, -2)
     if draw.gamma is None:
         weight = 0.5 if draw.mix is None else draw.mix[:, None, None]
         return weight * _softmax(linear, seen) + (1 - weight) * _softmax(exact, near)

@@ -38,7 +38,7 @@ def attend(
     _check_possible(module, dropout)
     if is_cross and module.statistics.per_sample:
         raise ValueError(CROSS_NEEDS_STORED_STATISTICS)
-    matching, local = module.statistics.matching, module.local
+    matching, near = module.statistics.matching, module.near
     options: dict[str, Any] = {
         "key_mask": key_mask,
         "query_mask": query_mask,
@@ -53,14 +53,11 @@ def attend(
     elif not isinstance(module.statistics, SampleStatistics):
         options["alpha"], options["beta"] = module.scales()
     if module.features is not None:
-        options["q_features"], options["k_features"] = _features(module, q, k)
-    if local is not None:
-        window = {"diag_overlap": local.overlap, "sinks": local.sinks, "scale": local.scale}
-        options |= {"diag_block": local.block, **window}
-        if local.joint:
-            options |= {"mix": "joint"}
-            if module.level is not None and module.level.stored is not None:
-                options["gamma"] = module.stored_level()
+        options["features"] = _features(module, q, k)
+    if near is not None:
+        options["near"] = near
+        if module.level is not None and module.level.stored is not None:
+            options["gamma"] = module.stored_level()
         elif (weight := module.mix_weight()) is not None:
             options["mix"] = weight
     out = functional.attention(q, k, v, **options)
@@ -132,7 +129,7 @@ def _check_possible(module: LLNAttention, dropout: float) -> None:
     refused = {
         "dropout": module.training and dropout > 0,
         "near_dropout": module.training and module.near_dropout > 0,
-        "mix='joint' with statistics='running' while training": running
+        "near with joint=True and statistics='running' while training": running
         and module.level is not None,
         "feature_map with statistics='sample'": measured and module.features is not None,
         "before_rotation": getattr(module.features, "before_rotation", False),

@@ -56,9 +56,9 @@ class DecoderStep(nn.Module):
 
     @property
     def longest_window(self) -> int:
-        """Tokens after which every layer has keys that are neither in its window nor sinks."""
-        near = [layer.core.local for layer in self._layers if layer.core is not None]
-        return max((x.block + x.overlap + x.sinks for x in near if x is not None), default=0)
+        """Tokens after which every layer has keys that are not near."""
+        near = [layer.core.near for layer in self._layers if layer.core is not None]
+        return max((x.keys(True) for x in near if x is not None), default=0)
 
     def empty(self, batch: int) -> tuple[Tensor, ...]:
         """The state before the first token."""

@@ -32,7 +32,7 @@ class DecodingStep(nn.Module):
                 f"causal_block={core.causal_block} decodes whole blocks, not tokens; export the "
                 "core itself, for whole sequences"
             )
-        for name, there in (("diag_block", core.local is not None), ("conv", core.conv > 0)):
+        for name, there in (("near", core.near is not None), ("conv", core.conv > 0)):
             if there:
                 raise ValueError(
                     f"{name}= keeps tokens beside the state, which this graph does not hold; "

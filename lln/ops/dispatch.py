@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from lln.ops import eager, mixed, reference, triton
+from lln.ops import eager, reference, triton
+from lln.ops.window import mixed
 from lln.protocols import Call
 
 # In order of preference; the reference is never taken unasked.

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lln.ops.window.near import Near
 from lln.protocols import Call, compute_dtype
 
 
@@ -57,10 +58,8 @@ def visible(
 def near_field(
     queries: int,
     keys: int,
+    near: Near,
     *,
-    block: int,
-    overlap: int = 0,
-    sinks: int = 0,
     key_mask: Bool[Tensor, "B M"] | None = None,
     is_causal: bool = False,
     causal_block: int | None = None,
@@ -76,6 +75,7 @@ def near_field(
     )  # fmt: skip
     i = torch.arange(queries, device=device)[:, None] + keys - queries
     j = torch.arange(keys, device=device)[None, :]
+    block, overlap, sinks = near.window
     start = i.div(block, rounding_mode="floor") * block
     window = (j >= start - overlap) & (j < start + block + overlap)
     valid = torch.ones(1, keys, dtype=torch.bool, device=device) if key_mask is None else key_mask
@@ -187,7 +187,7 @@ def near_matrix(
 ) -> Float[Tensor, "B H N M"]:
     """Softmax attention over the near keys: blocks that overlap, and sinks."""
     near = near_field(
-        q.shape[2], k.shape[2], block=block, overlap=overlap, sinks=sinks, key_mask=key_mask,
+        q.shape[2], k.shape[2], Near(block, overlap=overlap, sinks=sinks), key_mask=key_mask,
         is_causal=is_causal, causal_block=causal_block, device=q.device,
     )  # fmt: skip
     if key_mask is not None:
@@ -215,7 +215,7 @@ def near_far_matrix(
     queries, keys = q.shape[2], k.shape[2]
     seen = visible(queries, keys, key_mask=key_mask, is_causal=is_causal, device=q.device)
     near = near_field(
-        queries, keys, block=block, overlap=overlap, sinks=sinks, key_mask=key_mask,
+        queries, keys, Near(block, overlap=overlap, sinks=sinks), key_mask=key_mask,
         is_causal=is_causal, device=q.device,
     )  # fmt: skip
     if key_mask is not None:

@@ -53,7 +53,7 @@ def name_ends(axes, ends: Sequence[End], *, size: float = 7.5, gap: float = SMAL
 def spaced(heights: Sequence[float], gap: float = SMALLEST_GAP) -> list[float]:
     """Move ascending heights apart to at least ``gap`` by the least squares of the moves.
 
-    Without the gaps this is isotonic regression: neighbours that would overlap share their mean.
+    Without the gaps this is isotonic regression: neighbours that would touch share their mean.
     """
     groups: list[list[float]] = []  # sum, size
     for n, height in enumerate(heights):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -27,24 +27,27 @@ from lln import functional, moments
 from lln.nn import RECOMMENDED, LLNAttention
 from lln.ops import reference
 from lln.ops.taps.convolution import convolve_by_blocks
+from lln.ops.window.near import Near
 from lln_study.bench import peers
 
 ALPHA = BETA = 2.0  # constants: measuring them is the business of the "measured" op
 GAMMA = 0.0
 DIAG_BLOCK, WIDE_BLOCK, WIDEST_BLOCK = 64, 128, 256
-_JOINT = {"diag_block": WIDE_BLOCK, "mix": "joint", "gamma": GAMMA}
+_OVERLAP = Near(WIDE_BLOCK, overlap=WIDE_BLOCK // 2)
+_JOINT = {"near": Near(WIDE_BLOCK, joint=True), "gamma": GAMMA}
+_JOINT_OVERLAP = {"near": replace(_OVERLAP, joint=True), "gamma": GAMMA}
 # Of lln.attention, by op.
 OPTIONS: dict[str, dict[str, Any]] = {
     "bidirectional": {},
     "causal": {"is_causal": True},
-    "lln_diag": {"diag_block": DIAG_BLOCK},
-    "lln_diag_128": {"diag_block": WIDE_BLOCK},
-    "lln_diag_256": {"diag_block": WIDEST_BLOCK},
-    "lln_diag_overlap": {"diag_block": WIDE_BLOCK, "diag_overlap": WIDE_BLOCK // 2},
-    "lln_diag_causal": {"diag_block": DIAG_BLOCK, "is_causal": True},
+    "lln_diag": {"near": DIAG_BLOCK},
+    "lln_diag_128": {"near": WIDE_BLOCK},
+    "lln_diag_256": {"near": WIDEST_BLOCK},
+    "lln_diag_overlap": {"near": _OVERLAP},
+    "lln_diag_causal": {"near": DIAG_BLOCK, "is_causal": True},
     "near_far": _JOINT,
-    "near_far_overlap": {**_JOINT, "diag_overlap": WIDE_BLOCK // 2},
-    "near_far_causal": {**_JOINT, "diag_overlap": WIDE_BLOCK // 2, "is_causal": True},
+    "near_far_overlap": _JOINT_OVERLAP,
+    "near_far_causal": {**_JOINT_OVERLAP, "is_causal": True},
     "near_far_slots": _JOINT,
 }
 SLOTS = 2  # times D, of the features of far keys in "near_far_slots"
@@ -87,8 +90,8 @@ def _ours(op: str, impl: str) -> Callable[..., Tensor]:
     options = {"alpha": ALPHA, "beta": BETA, "impl": impl, **OPTIONS[op]}
 
     def run(q: Tensor, k: Tensor, v: Tensor, *features: Tensor) -> Tensor:
-        named = dict(zip(("q_features", "k_features"), features, strict=False))
-        return functional.attention(q, k, v, **named, **options)
+        own = (features[0], features[1]) if features else None
+        return functional.attention(q, k, v, features=own, **options)
 
     return run
 
@@ -171,7 +174,7 @@ def _softmax_reference(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> T
 
 def _recommended_reference(q: Tensor, k: Tensor, v: Tensor, filters: Tensor, mix: Tensor) -> Tensor:
     alpha, beta = moments.measure_scales(q, k, method=RECOMMENDED["method"])
-    block, scale = RECOMMENDED["diag_block"], 1 / math.sqrt(q.shape[-1])
+    block, scale = RECOMMENDED["near"], 1 / math.sqrt(q.shape[-1])
     local = reference.block_diagonal(q, k, v, block=block, scale=scale)
     linear = reference.bidirectional(q, k, v, alpha=alpha, beta=beta)
     share = mix.sigmoid()[:, None, None]

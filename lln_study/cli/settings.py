@@ -73,8 +73,8 @@ def _whole_options(text: str) -> dict[str, Any]:
     value = value_of(text)
     if not isinstance(value, dict):
         raise ValueError(
-            f"--set options={text}: give options one by one, options.diag_block=32, as JSON, "
-            "'options={\"diag_block\": 32}', or options=recommended"
+            f"--set options={text}: give options one by one, options.near=32, as JSON, "
+            "'options={\"near\": 32}', or options=recommended"
         )
     return value
 

@@ -33,7 +33,7 @@ Set = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help="A setting, by its name in sweep files: steps=500, learning_rate=1e-3, seed=1, or of "
-        "the mechanism: options.diag_block=32, options=recommended. Repeat. `--set list` shows "
+        "the mechanism: options.near=32, options=recommended. Repeat. `--set list` shows "
         "all of them, with their values.",
     ),
 ]

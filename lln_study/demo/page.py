@@ -39,7 +39,7 @@ the lookup of one token among many. Uncalibrated LLN "finds" more targets than c
 but attends to none of them: its weights are nearly equal, the largest is hardly larger than the
 others, and the target gets next to no weight.
 Tasks that live on exact recall need some softmax layers or another mechanism; the block-diagonal
-branch (`diag_block`) helps only where the target is near.
+branch (`near`) helps only where the target is near.
 """
 
 COST = """

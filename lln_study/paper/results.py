@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lln.records.rows import read_rows
+from lln.records.spelling import as_given
 
 Row = Mapping[str, Any]
 NAMES = {
@@ -34,7 +35,7 @@ NAMES = {
     "transnormer_t2": "TransNormer T2",
 }
 # Options that tables and figures show often, in few words.
-WORDS = {"mix": "{} mix", "diag_block": "C = {}", "conv": "conv {}", "normalize_keys": "unbiased"}
+WORDS = {"mix": "{} mix", "near": "C = {}", "conv": "conv {}", "normalize_keys": "unbiased"}
 WORDS["half_products"] = "bf16 products"
 # In the order of the paper's tables, others after them.
 ORDER = (
@@ -77,7 +78,7 @@ def read(folder: Path, subject: str | None = None) -> list[Row]:
     """
     found: dict[Hashable, Row] = {}
     for path in sorted(folder.glob("*.jsonl")):
-        for row in read_rows(path):
+        for row in map(as_given, read_rows(path)):
             if "rows" in row or not row.keys() >= NEEDED or subject not in (None, row["subject"]):
                 continue
             found[row["subject"], row["digest"], row["seed"]] = row
@@ -87,7 +88,7 @@ def read(folder: Path, subject: str | None = None) -> list[Row]:
 def read_curves(folder: Path) -> list[Row]:
     """The curves in the files of a folder: ``rows`` beside what names their run."""
     paths = sorted(folder.glob("*.jsonl"))
-    lines = (line for path in paths for line in read_rows(path))
+    lines = (as_given(line) for path in paths for line in read_rows(path))
     return [line for line in lines if line.get("rows") and line.keys() >= NEEDED]
 
 
@@ -140,6 +141,9 @@ def mechanism(row: Row) -> str:
 def _words(option: str, value: Any) -> str:
     if option == "method":
         return str(value)
+    if option == "near" and isinstance(value, Mapping):
+        more = [f"{name}={each}" for name, each in value.items() if name != "block"]
+        return ", ".join([WORDS[option].format(value["block"]), *more])
     if option in WORDS and value is not False:
         return WORDS[option].format(value)
     return option if value is True else f"{option}={value}"

@@ -54,7 +54,7 @@ def _check_mechanism(attention: str, options: Mapping[str, Any]) -> None:
     if attention not in names:
         raise zoo.unknown_name("attention", attention, names)
     if not isinstance(options, Mapping):
-        raise TypeError(f"options={options!r} is no set of names and values, such as diag_block=32")
+        raise TypeError(f"options={options!r} is no set of names and values, such as near=32")
     known = zoo.describe("softmax" if attention in softmax.NAMES else attention).defaults
     for option in options:
         if option not in known:

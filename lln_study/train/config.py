@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lln.records.spelling import as_stored
+
 PRECISIONS = ("fp32", "bf16", "fp16")
 SCHEDULES = ("linear", "cosine", "constant")
 # Fields that change how a run is carried out or watched, and of what it computes the rounding.
@@ -100,7 +102,7 @@ class TrainConfig:
         """
         fields = {**self.as_dict(), **(settings or {})}
         decisive = {key: fields[key] for key in fields if key not in MANNER and key != "seed"}
-        text = json.dumps(decisive, sort_keys=True, default=str)
+        text = json.dumps(as_stored(decisive), sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def rate(self, step: int) -> float:

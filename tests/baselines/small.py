@@ -15,7 +15,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "flash": {"chunk": 16, "query_dim": 8},
     "knn": {"neighbours": 5},
     "linformer": {"rank": 8},
-    "lln_diag": {"diag_block": 8},
+    "lln_diag": {"near": 8},
     "longformer": {"window": 8, "global_tokens": 2},
     "nystromformer": {"landmarks": 8, "kernel_size": 5},
     "performer": {"num_features": 32},

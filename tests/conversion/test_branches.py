@@ -14,13 +14,14 @@ from tests.hf.tiny import make, padded, run, text
 
 HEADS, WIDTH, BLOCK, OVERLAP, SINKS, TOKENS = 4, 8, 8, 4, 2, 37
 SLOTS = 24
+NEAR = lln.Near(BLOCK, overlap=OVERLAP, sinks=SINKS, joint=True)
 
 
 def core_of(causal: bool, kind: str = "fixed") -> LLNAttention:
     options = {"alpha": 0.7, "beta": 0.9, "gamma": 0.3} if kind == "fixed" else {}
     core = LLNAttention(
-        HEADS, WIDTH, num_kv_heads=2, causal=causal, diag_block=BLOCK, diag_overlap=OVERLAP,
-        sinks=SINKS, mix="joint", feature_map="learned", slots=SLOTS, statistics=kind,
+        HEADS, WIDTH, num_kv_heads=2, causal=causal, near=NEAR,
+        feature_map="learned", slots=SLOTS, statistics=kind,
         learn_scale=True, dtype=torch.float64, **options,
     )  # fmt: skip
     for parameter in core.parameters():
@@ -30,9 +31,7 @@ def core_of(causal: bool, kind: str = "fixed") -> LLNAttention:
 
 def dense(core: LLNAttention, q, k, v, branch: str):
     """The branch from its N × N weights, normalised alone; rows without far keys take near ones."""
-    is_near = reference.near_field(
-        TOKENS, TOKENS, block=BLOCK, overlap=OVERLAP, sinks=SINKS, is_causal=core.causal
-    )
+    is_near = reference.near_field(TOKENS, TOKENS, NEAR, is_causal=core.causal)
     visible = torch.ones(TOKENS, TOKENS, dtype=torch.bool)
     visible = visible.tril() if core.causal else visible
     keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
@@ -75,7 +74,7 @@ def test_measured_levels_are_overruled_too():
 
 def converted(family: str):
     model = make(family)
-    options = {"diag_block": 4, "diag_overlap": 2, "sinks": 1, "statistics": "fixed"}
+    options = {"near": lln.Near(4, overlap=2, sinks=1), "statistics": "fixed"}
     lln.hf.replace(model, "lln_nearfar", quiet=True, **options)
     lln.hf.calibrate(model, [{"input_ids": text(4, 40, seed=3)}], method="entropy")
     return model

@@ -29,7 +29,7 @@ from tests.hf.tiny import make
 pytestmark = pytest.mark.slow  # the command: whole conversions, in processes of their own
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-BLOCK = ("--set", "diag_block=16", "--set", "diag_overlap=0", "--set", "slots=16")
+BLOCK = ("--set", "near=16", "--set", "slots=16")
 SHORT = ("--length", "64", "--transfer-steps", "6", "--recover-steps", "2")
 QUICK = (*SHORT, *BLOCK, "--judge-articles", "6", "--cost-length", "0", "--device", "cpu")
 
@@ -138,8 +138,8 @@ def test_a_decoder_is_judged_by_its_tokens(converted):
     first, last = found["stages"][0], found["stages"][-1]
     assert found["agreement"] == pytest.approx(first["perplexity"] / last["perplexity"])
     assert found["near_keys"] == 16 + 4
-    assert run.near_keys({"diag_block": 16, "diag_overlap": 8, "sinks": 4}, causal=True) == 28
-    assert run.near_keys({"diag_block": 16, "diag_overlap": 8}, causal=False) == 32
+    assert run.near_keys({"near": lln.Near(16, overlap=8, sinks=4)}, causal=True) == 28
+    assert run.near_keys({"near": lln.Near(16, overlap=8)}, causal=False) == 32
     assert {row["model"] for row in found["needles"]} == {"teacher", "student"}
     assert set(found["loss_by_position"]) == {"teacher", "student"}
     assert len(found["texts"]) == 3
@@ -347,7 +347,7 @@ def test_an_estimate_counts_what_is_done(place, monkeypatch):
     judged = judge.judge_of(own, texts, **sizes, articles=6)
     lessons = subject.training_batches(own, texts, **sizes, updates=20, seed=0)
     batches = subject.OnDevice(lessons.batches, "cpu")
-    options = {"diag_block": 16, "diag_overlap": 0, "slots": 16}
+    options = {"near": lln.Near(16, overlap=0), "slots": 16}
     steps = {"transfer_steps": 8, "recover_steps": 5, "cost_length": 0}
     settings = Settings(place / "bert", None, place / "no", options=options, **sizes, **steps)
     before = {name: x.clone() for name, x in own.model.state_dict().items()}
@@ -460,7 +460,7 @@ def test_wrong_arguments_are_named(place, tmp_path, more, said):
 
 
 def test_words_of_the_command_line_are_checked(place, tmp_path):
-    for more in (("--keep", "few"), ("--set", "diag_block")):
+    for more in (("--keep", "few"), ("--set", "near")):
         assert command(place, "bert", tmp_path / "out", *more).exit_code == 2
 
 

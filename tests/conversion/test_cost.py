@@ -17,7 +17,7 @@ WIDE = {"hidden_size": 64, "max_position_embeddings": 64}
 
 def converted(model, **options):
     student = copy.deepcopy(model)
-    near_far = {"diag_block": 8, "diag_overlap": 8, "sinks": 2, "statistics": "fixed", **options}
+    near_far = {"near": lln.Near(8, overlap=8, sinks=2), "statistics": "fixed", **options}
     lln.hf.replace(student, "lln_nearfar", quiet=True, **near_far)
     lln.hf.calibrate(student, [{"input_ids": text(2, 40)}], method="entropy")
     return student

@@ -23,7 +23,7 @@ from tests.hf.tiny import make
 pytestmark = pytest.mark.slow  # whole conversions
 
 SIZES = ("--length", "64", "--judge-articles", "4", "--cost-length", "0", "--device", "cpu")
-BLOCK = ("--set", "diag_block=16", "--set", "slots=16", "--set", "diag_overlap=0")
+BLOCK = ("--set", "near=16", "--set", "slots=16")
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def test_a_masked_language_model_is_judged_by_its_hidden_tokens(tmp_path):
     given = ["convert", str(tmp_path / "bert"), "--data", str(tmp_path / "words.jsonl")]
     given += ["--out", str(tmp_path / "out"), "--results", str(tmp_path / "rows")]
     given += ["--length", "64", "--transfer-steps", "4", "--recover-steps", "4"]
-    given += ["--set", "diag_block=16", "--set", "slots=16", "--judge-articles", "4"]
+    given += ["--set", "near=16", "--set", "slots=16", "--judge-articles", "4"]
     done = CliRunner().invoke(cli.app, [*given, "--cost-length", "0", "--device", "cpu"])
     assert done.exit_code == 0, done.output
     stages = json.loads((tmp_path / "out" / "conversion.json").read_text())["stages"]

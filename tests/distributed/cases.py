@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln import Near
+
 
 @dataclass(frozen=True)
 class Case:
@@ -38,26 +40,32 @@ GIVEN = (
     Case("bidirectional, wide spread", spread=40.0),
     Case("bidirectional, float32", dtype=torch.float32),
     Case("bidirectional, bfloat16", dtype=torch.bfloat16),
-    Case("diag", {"diag_block": 8}, shares=(2, 1, 1, 2)),
-    Case("diag, masked, grouped", {"diag_block": 4, "scale": 0.5}, heads=4, masked=True),
-    Case("diag, bfloat16", {"diag_block": 8}, dtype=torch.bfloat16, masked=True),
+    Case("diag", {"near": 8}, shares=(2, 1, 1, 2)),
+    Case("diag, masked, grouped", {"near": Near(4, scale=0.5)}, heads=4, masked=True),
+    Case("diag, bfloat16", {"near": 8}, dtype=torch.bfloat16, masked=True),
     Case("causal", {"is_causal": True}),
     Case("causal, uneven", {"is_causal": True}, shares=(1, 3, 0, 2)),
     Case("causal, masked", {"is_causal": True}, masked=True, shares=(2, 1, 1, 2)),
     Case("causal, grouped", {"is_causal": True, "normalize_keys": True}, heads=4, value_width=3),
     Case("causal, wide spread", {"is_causal": True}, spread=40.0),
     Case("causal, bfloat16", {"is_causal": True}, dtype=torch.bfloat16),
-    Case("causal diag", {"is_causal": True, "diag_block": 8}, masked=True, shares=(2, 1, 2, 1)),
-    Case("mix of one's own", {"diag_block": 8, "mix": 0.3}, shares=(2, 1, 1, 2)),
-    Case("average, overlap", {"diag_block": 8, "diag_overlap": 5}, shares=(2, 1, 1, 2)),
-    Case("average, overlap, causal", {"diag_block": 4, "diag_overlap": 7, "is_causal": True}),
+    Case("causal diag", {"is_causal": True, "near": 8}, masked=True, shares=(2, 1, 2, 1)),
+    Case("mix of one's own", {"near": 8, "mix": 0.3}, shares=(2, 1, 1, 2)),
+    Case("average, overlap", {"near": Near(8, overlap=5)}, shares=(2, 1, 1, 2)),
+    Case("average, overlap, causal", {"near": Near(4, overlap=7), "is_causal": True}),
 )
-_BLOCKS = {"diag_block": 8, "mix": "joint"}
-_OVERLAP = {"diag_block": 4, "diag_overlap": 6, "mix": "joint"}
+_BLOCKS = {"near": Near(8, joint=True)}
+_OVERLAP = {"near": Near(4, overlap=6, joint=True)}
 JOINT = (
     Case("joint", _BLOCKS),
     Case("joint, uneven", _BLOCKS, shares=(3, 1, 0, 2)),
-    Case("joint, masked, grouped", _BLOCKS | {"scale": 0.5}, heads=4, value_width=5, masked=True),
+    Case(
+        "joint, masked, grouped",
+        {"near": Near(8, scale=0.5, joint=True)},
+        heads=4,
+        value_width=5,
+        masked=True,
+    ),
     Case("joint, normalized", _BLOCKS | {"normalize_keys": True}, shares=(2, 1, 1, 2)),
     Case("joint, wide spread", _BLOCKS, spread=40.0),
     Case("joint, bfloat16", _BLOCKS, dtype=torch.bfloat16, masked=True),
@@ -65,7 +73,9 @@ JOINT = (
     Case("joint, causal, masked", _BLOCKS | {"is_causal": True}, masked=True, heads=4),
     Case("joint, overlap", _OVERLAP, shares=(2, 1, 3, 1)),
     Case("joint, overlap, masked", _OVERLAP, masked=True, heads=4, value_width=3),
-    Case("joint, overlap as long as a slice", _OVERLAP | {"diag_overlap": 8}, masked=True),
+    Case(
+        "joint, overlap as long as a slice", {"near": Near(4, overlap=8, joint=True)}, masked=True
+    ),
     Case("joint, overlap, float32", _OVERLAP, dtype=torch.float32),
     Case(
         "joint, overlap, causal", _OVERLAP | {"is_causal": True}, masked=True, shares=(2, 1, 2, 1)
@@ -74,7 +84,7 @@ JOINT = (
 MEASURED = (
     Case("measured", scales=False, shares=(3, 1, 2, 1)),
     Case("measured, masked, grouped", scales=False, masked=True, heads=4, shares=(2, 1, 0, 1)),
-    Case("measured, entropy", {"method": "entropy", "diag_block": 8}, scales=False),
+    Case("measured, entropy", {"method": "entropy", "near": 8}, scales=False),
     Case("measured, large mean", scales=False, shift=1e3, dtype=torch.float32),
 )
 CASES = GIVEN + JOINT + MEASURED
@@ -98,7 +108,8 @@ def tensors(case: Case, processes: int) -> tuple[dict[str, Tensor], dict[str, Te
         wide = torch.float64 if case.dtype == torch.float64 else torch.float32
         learned["alpha"] = (1 + normal(case.heads).abs()).to(wide)
         learned["beta"] = (1 + normal(batch, case.key_heads).abs()).to(wide)
-    if case.options.get("mix") == "joint":
+    near = Near.read(case.options.get("near"))
+    if near is not None and near.joint:
         learned["gamma"] = normal(batch, case.heads).to(learned["alpha"].dtype)
     masks = {}
     if case.masked:

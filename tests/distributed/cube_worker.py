@@ -17,7 +17,7 @@ from tests.distributed.mesh_worker import difference, gradients
 
 PROCESSES = 8
 WAYS = ("slices and a group", "DTensors of two dimensions")
-OPTIONS: dict[str, Any] = {"diag_block": 4}
+OPTIONS: dict[str, Any] = {"near": 4}
 
 
 class Layer(nn.Module):

@@ -42,25 +42,29 @@ class Case:
     masked: bool = False
 
 
-JOINT = {"diag_block": 4, "mix": "joint"}
+JOINT = {"near": lln.Near(4, joint=True)}
 CASES = (
     Case("batch and heads", (B, H)),
     Case("heads and batch, masked", (H, B), masked=True),
     Case("batch twice", (B, B)),
-    Case("heads alone", (R, H), {"diag_block": 4}),
+    Case("heads alone", (R, H), {"near": 4}),
     Case("nothing split", (R, R)),
-    Case("grouped heads", (B, H), {"diag_block": 8, "method": "entropy"}, heads=8, key_heads=2),
+    Case("grouped heads", (B, H), {"near": 8, "method": "entropy"}, heads=8, key_heads=2),
     Case("uneven", (B, H), batch=3, heads=3, key_heads=3, masked=True),
     Case("no head for one", (B, H), batch=1, heads=1, key_heads=1),
-    Case("scales and mix", (B, H), {"diag_block": 4}, scales=True),
-    Case("causal", (H, B), {"is_causal": True, "diag_block": 4}, scales=True),
+    Case("scales and mix", (B, H), {"near": 4}, scales=True),
+    Case("causal", (H, B), {"is_causal": True, "near": 4}, scales=True),
     Case("joint", (B, H), JOINT),
     Case("batch and tokens", (B, N), masked=True),
-    Case("heads and tokens", (H, N), {"diag_block": 4}, scales=True),
+    Case("heads and tokens", (H, N), {"near": 4}, scales=True),
     Case("tokens and heads, causal", (N, H), {"is_causal": True}, scales=True, masked=True),
     Case("uneven tokens", (H, N), heads=3, key_heads=3, tokens=9, scales=True),
     Case("a token for one", (B, N), tokens=1, scales=True),
-    Case("one normaliser over tokens", (B, N), JOINT | {"diag_overlap": 2, "gamma": 0.5}),
+    Case(
+        "one normaliser over tokens",
+        (B, N),
+        {"near": lln.Near(4, overlap=2, joint=True), "gamma": 0.5},
+    ),
 )
 
 
@@ -79,7 +83,7 @@ def tensors(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
     if case.scales:
         learned["alpha"] = 1 + normal(case.heads).abs()
         learned["beta"] = 1 + normal(case.batch, case.key_heads).abs()
-        if "diag_block" in case.options:
+        if "near" in case.options:
             learned["mix"] = normal(case.heads).sigmoid()
     masks = {}
     if case.masked:
@@ -142,10 +146,10 @@ def frozen(mesh: DeviceMesh) -> float:
 
 MODULES: dict[str, tuple[tuple[Any, Any], dict[str, Any]]] = {
     "LLN": ((B, H), {}),
-    "recommended": ((B, H), dict(lln.nn.RECOMMENDED) | {"diag_block": 4, "conv": 3}),
-    "grouped": ((H, B), {"num_kv_heads": 2, "diag_block": 4, "mix": "learned", "conv": 5}),
-    "joint": ((B, H), {"diag_block": 4, "mix": "joint"}),
-    "fixed mix": ((B, H), {"diag_block": 4, "mix": [0.1, 0.2, 0.3, 0.9]}),
+    "recommended": ((B, H), dict(lln.nn.RECOMMENDED) | {"near": 4, "conv": 3}),
+    "grouped": ((H, B), {"num_kv_heads": 2, "near": 4, "mix": "learned", "conv": 5}),
+    "joint": ((B, H), {"near": lln.Near(4, joint=True)}),
+    "fixed mix": ((B, H), {"near": 4, "mix": [0.1, 0.2, 0.3, 0.9]}),
     "causal": (
         (H, N),
         {
@@ -156,7 +160,7 @@ MODULES: dict[str, tuple[tuple[Any, Any], dict[str, Any]]] = {
             "learn_scale": True,
         },
     ),
-    "running": ((B, N), {"statistics": "running", "diag_block": 4, "mix": "learned"}),
+    "running": ((B, N), {"statistics": "running", "near": 4, "mix": "learned"}),
     "learned map": (
         (B, H),
         {"statistics": "running", "feature_map": "learned", "slots": 12, "num_kv_heads": 2},
@@ -168,19 +172,17 @@ MODULES: dict[str, tuple[tuple[Any, Any], dict[str, Any]]] = {
             "feature_map": "learned",
             "slots": 12,
             "causal": True,
-            "diag_block": 4,
-            "diag_overlap": 2,
-            "mix": "joint",
+            "near": lln.Near(4, overlap=2, joint=True),
         },
     ),
     "signs, tokens": (
         (N, H),
-        {"statistics": "running", "feature_map": "signs", "diag_block": 4, "method": "entropy"},
+        {"statistics": "running", "feature_map": "signs", "near": 4, "method": "entropy"},
     ),
-    "t2r": ((H, B), {"feature_map": "t2r", "statistics": "fixed", "diag_block": 4}),
+    "t2r": ((H, B), {"feature_map": "t2r", "statistics": "fixed", "near": 4}),
 }
 TRAINED: dict[str, tuple[tuple[Any, Any], dict[str, Any]]] = {
-    "batch and heads": ((B, H), {"diag_block": 4}),
+    "batch and heads": ((B, H), {"near": 4}),
     "batch and tokens, grouped": ((B, N), {"num_kv_heads": 2, "learn_scale": True}),
     "tokens and heads, causal": ((N, H), {"causal": True, "feature_map": "signs"}),
 }
@@ -246,7 +248,7 @@ class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v, self.out = (nn.Linear(32, 32).double() for _ in range(4))
-        self.core = lln.nn.LLNAttention(4, 8, diag_block=4, mix="learned").double()
+        self.core = lln.nn.LLNAttention(4, 8, near=4, mix="learned").double()
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
@@ -267,7 +269,7 @@ def tensor_parallel(name: str, mesh: DeviceMesh) -> float:
     else:
         layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True).double()
         layer.self_attn = lln.nn.LLNMultiheadAttention.from_torch(
-            layer.self_attn, diag_block=4, mix="learned", conv=3
+            layer.self_attn, near=4, mix="learned", conv=3
         )
         plan = {
             "self_attn": lln.distributed.HeadParallel(),
@@ -319,11 +321,11 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         "width": lambda: lln.attention(width, width, width),
         "others": lambda: lln.attention(split, tokens, tokens),
         "key heads": lambda: lln.attention(split, pair, pair),
-        "blocks": lambda: lln.attention(tokens, tokens, tokens, diag_block=16),
+        "blocks": lambda: lln.attention(tokens, tokens, tokens, near=16),
         "scale": lambda: lln.attention(split, split, split, alpha=x, beta=x),
         "dropout": lambda: lln.nn.LLNAttention(4, 8, dropout=0.1)(split, split, split),
         "running": lambda: lln.nn.LLNAttention(
-            4, 8, statistics="running", diag_block=4, mix="joint"
+            4, 8, statistics="running", near=lln.Near(4, joint=True)
         )(split, split, split),
         "map": lambda: lln.nn.LLNAttention(4, 8, feature_map="signs")(split, split, split),
         "conv": lambda: lln.nn.LLNAttention(4, 8, conv=3)(tokens, tokens, tokens),

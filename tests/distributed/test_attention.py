@@ -80,16 +80,16 @@ def test_measuring_the_scales_costs_six_numbers_per_head_more(results):
 
 
 REFUSALS = {
-    "block": "12 tokens, not a multiple of diag_block=8",
+    "block": "12 tokens, not a multiple of the blocks of near, 8",
     "causal lengths": "q has 4 tokens but k has 12",
-    "diag lengths": "diag_block=4 needs the queries and keys of the same slice",
+    "diag lengths": "needs the queries and keys of the same slice",
     "causal without scales": "is_causal=True needs alpha and beta",
     "one scale": "alpha was given without beta",
     "reference": "impl='reference' has no states",
-    "joint without gamma": "mix='joint' needs gamma where a sequence is split",
-    "joint by kernels": "impl='triton' cannot run here: mix='joint' and diag_overlap are plain",
-    "sinks": "sinks=2 is refused where a sequence is split over processes",
-    "long overlap": "12 tokens, fewer than diag_overlap=13",
+    "joint without gamma": "near with joint=True needs gamma where a sequence is split",
+    "joint by kernels": "impl='triton' cannot run here: one normaliser for both",
+    "sinks": "sinks=2 of near is refused where a sequence is split over processes",
+    "long overlap": "12 tokens, fewer than overlap=13",
     "not a member": "not a member of group",
 }
 
@@ -105,7 +105,7 @@ OWN = {
     "slice": "v has",
     "type": "q",
     "mask": "key_mask has shape [1, 3]",
-    "block": "12 tokens, not a multiple of diag_block=8",
+    "block": "12 tokens, not a multiple of the blocks of near, 8",
 }
 OTHERS = {
     "alpha": ("alpha is a tensor [1, 2] of mean 1.5 on", "alpha is a tensor [1, 2] of mean 1.6 on"),
@@ -133,7 +133,7 @@ def test_what_is_wrong_on_one_process_is_an_error_on_all(results):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"diag_block": 64}, {"is_causal": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"near": 64}, {"is_causal": True}], ids=str)
 def test_the_kernels_are_used_on_a_gpu(options, dtype):
     """A group of one process: the state passes through the exchange, forward and backward."""
     shape = (2, 4, 256, 64)

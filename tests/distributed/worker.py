@@ -132,16 +132,16 @@ def refusals(group: Any, outsiders: Any) -> dict[str, str]:
     """What bad calls say; no process must be left waiting for another."""
     x = torch.randn(1, 2, 12, 8)
     calls: dict[str, dict[str, Any]] = {
-        "block": {"diag_block": 8},
+        "block": {"near": 8},
         "causal lengths": {"q": x[:, :, :4], "is_causal": True, "alpha": 1.0, "beta": 1.0},
-        "diag lengths": {"q": x[:, :, :4], "diag_block": 4},
+        "diag lengths": {"q": x[:, :, :4], "near": 4},
         "causal without scales": {"is_causal": True},
         "one scale": {"alpha": 1.0},
         "reference": {"impl": "reference"},
-        "joint without gamma": {"diag_block": 4, "mix": "joint"},
-        "joint by kernels": {"diag_block": 4, "mix": "joint", "gamma": 0.0, "impl": "triton"},
-        "sinks": {"diag_block": 4, "sinks": 2},
-        "long overlap": {"diag_block": 4, "diag_overlap": 13},
+        "joint without gamma": {"near": lln.Near(4, joint=True)},
+        "joint by kernels": {"near": lln.Near(4, joint=True), "gamma": 0.0, "impl": "triton"},
+        "sinks": {"near": lln.Near(4, sinks=2)},
+        "long overlap": {"near": lln.Near(4, overlap=13)},
         "not a member": {"group": outsiders},
     }
     said = {}
@@ -162,7 +162,7 @@ def apart(rank: int) -> dict[str, str]:
         "slice": {"v": x[:, :, :5]},
         "type": {"q": None},
         "mask": {"key_mask": torch.ones(1, 3, dtype=torch.bool)},
-        "block": {"diag_block": 8},
+        "block": {"near": 8},
         "alpha": {"alpha": 1.6},
         "beta": {"beta": torch.tensor([2.0, 2.1])},
         "order of beta": {"beta": torch.tensor([2.1, 1.9])},
@@ -198,7 +198,7 @@ def found(rank: int) -> dict[str, Any]:
         for tokens in (16, 512)
         for measured, is_causal in ((False, False), (True, False), (False, True))
     }
-    joint: dict[str, Any] = {"diag_block": 8, "diag_overlap": 4, "mix": "joint", "gamma": 0.0}
+    joint: dict[str, Any] = {"near": lln.Near(8, overlap=4, joint=True), "gamma": 0.0}
     for tokens in (16, 512):
         for is_causal in (False, True):
             sent = traffic(tokens, None, measured=False, is_causal=is_causal, **joint)

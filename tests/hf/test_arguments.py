@@ -100,7 +100,7 @@ def test_the_text_tower_of_clip_is_causal():
     config = hf.CLIPTextConfig(**TEXT, projection_dim=32, bos_token_id=1, eos_token_id=2)
     torch.manual_seed(0)
     model = hf.CLIPTextModel(config).eval()
-    lln.hf.replace(model, "lln_diag", diag_block=4, quiet=True)
+    lln.hf.replace(model, "lln_diag", near=4, quiet=True)
     lln.hf.calibrate(model, [batch()])
     ids = text(2, 12)
     other = torch.cat([ids[:, :8], text(2, 4, seed=5)], 1)
@@ -140,7 +140,7 @@ def deepseek():
 
 def test_latent_attention_generates():
     model = deepseek()
-    lln.hf.replace(model, "lln_diag", diag_block=4, quiet=True)
+    lln.hf.replace(model, "lln_diag", near=4, quiet=True)
     lln.hf.calibrate(model, [{"input_ids": text(4, 30, seed=5)}], method="entropy")
     core = model.model.layers[0].self_attn.lln
     assert core.head_dim == 12 and core.scale == 12**-0.5
@@ -196,7 +196,7 @@ def test_keys_chosen_by_an_indexer_are_named():
 def test_no_mask_while_a_compiler_traces(family, monkeypatch):
     """transformers looks for packed sequences in positions that it counted itself."""
     model = make(family)
-    lln.hf.replace(model, "lln_diag", diag_block=4, quiet=True, **CONSTANTS)
+    lln.hf.replace(model, "lln_diag", near=4, quiet=True, **CONSTANTS)
     expected = run(model, input_ids=text(), use_cache=False)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     got = run(model, input_ids=text(), use_cache=False)
@@ -207,7 +207,7 @@ def test_no_mask_while_a_compiler_traces(family, monkeypatch):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_compiled_without_a_mask(family):
     model = make(family)
-    lln.hf.replace(model, "lln_diag", diag_block=4, quiet=True, **CONSTANTS)
+    lln.hf.replace(model, "lln_diag", near=4, quiet=True, **CONSTANTS)
     model.config.use_cache = False
     expected = run(model, input_ids=text())
     compiled = torch.compile(model, backend="eager", fullgraph=True)

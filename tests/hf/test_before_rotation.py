@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from tests.hf.tiny import TEXT, make, padded, run, text
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of configurations made so small
 
-NEAR_FAR = {"diag_block": 4, "diag_overlap": 3, "sinks": 1, "feature_map": "learned", "slots": 24}
+NEAR_FAR = {"near": lln.Near(4, overlap=3, sinks=1), "feature_map": "learned", "slots": 24}
 CONSTANTS = {"statistics": "fixed", "alpha": 0.7, "beta": 0.8, "gamma": -1.0}
 ROTARY = {
     **{name: families.DECODERS[name] for name in families.DECODERS},
@@ -68,11 +69,11 @@ def louder(model):
     return model
 
 
-def ready(family: str = "llama", **options):
+def ready(family: str = "llama", attention: str = "lln_nearfar", **options):
     """A small decoder, near and far, whose maps see what there was before rotation."""
     model = make(family)
     chosen = {"before_rotation": True, **NEAR_FAR, **options}
-    lln.hf.replace(model, "lln_nearfar", quiet=True, **{**CONSTANTS, **chosen})
+    lln.hf.replace(model, attention, quiet=True, **{**CONSTANTS, **chosen})
     return louder(model)
 
 
@@ -139,14 +140,15 @@ def test_one_layer_by_hand():
     expected = lln.attention(
         *near,
         v,
-        mix="joint",
-        q_features=q @ core.features.q_map + core.features.bias[:, None],
-        k_features=k @ core.features.k_map,
+        features=(
+            q @ core.features.q_map + core.features.bias[:, None],
+            k @ core.features.k_map,
+        ),
         is_causal=True,
         alpha=0.7,
         beta=0.8,
         gamma=-1.0,
-        **{name: NEAR_FAR[name] for name in ("diag_block", "diag_overlap", "sinks")},
+        near=replace(NEAR_FAR["near"], joint=True),
         impl="reference",
     )
     got = found["out"].unflatten(-1, (-1, 8)).transpose(1, 2)
@@ -248,7 +250,7 @@ def test_padding_changes_nothing(family, side):
 
 
 @pytest.mark.parametrize("way", ["greedy", "beam"])
-@pytest.mark.parametrize("options", [{}, {"mix": "average", "gamma": None}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"attention": "lln_diag", "gamma": None}], ids=str)
 def test_generation(options, way):
     model = ready(**options)
     tokens, logits, cache = generate(model, **ragged(), **WAYS[way])
@@ -407,7 +409,7 @@ def test_calibration_measures_gamma_with_what_the_maps_see():
 def test_convert(tmp_path):
     model = loud("llama")
     data = [padded(text(2, 40, seed=seed), 6, "right") for seed in range(6)]
-    options = {"before_rotation": True, "diag_block": 8, "slots": 16, "diag_overlap": 0}
+    options = {"before_rotation": True, "near": lln.Near(8, overlap=0), "slots": 16}
     done = lln.hf.convert(
         model, data, options=options, calibration=2, transfer_steps=40, recover_steps=20,
         recover_options={"learning_rate": 2e-4}, held_out=data[-1:],

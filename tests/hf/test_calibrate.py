@@ -101,13 +101,13 @@ def test_what_calibrate_refuses():
     undo()
 
 
-NEAR = {"diag_block": 4, "diag_overlap": 3, "sinks": 1}
+NEAR = {"near": lln.Near(4, overlap=3, sinks=1)}
 DIFFERENT = {
-    "lln_diag": {"diag_block": 4},
+    "lln_diag": {"near": 4},
     "lln_nearfar": NEAR,
     "lln_nearfar with centred keys": {**NEAR, "center_keys": True},
     "lln_nearfar with hedgehog": {**NEAR, "feature_map": "hedgehog"},
-    "lln_diag with hedgehog": {"diag_block": 4, "feature_map": "hedgehog"},
+    "lln_diag with hedgehog": {"near": 4, "feature_map": "hedgehog"},
 }
 KINDS = [("lln_diag", other) for other in DIFFERENT if other != "lln_diag"]
 
@@ -140,12 +140,12 @@ def test_layers_that_need_different_passes_may_see_lln(kinds):
 def test_encoders_that_measure_every_sample_take_the_method():
     """README's order, with replace's defaults: there is nothing to store."""
     model, other = make("bert"), make("bert")
-    lln.hf.replace(model, "lln_diag", quiet=True, diag_block=4)
+    lln.hf.replace(model, "lln_diag", quiet=True, near=4)
     before = run(model, input_ids=text())
     assert lln.hf.calibrate(model, [{"input_ids": text()}]) is model
     assert torch.equal(run(model, input_ids=text()), before)
     lln.hf.calibrate(model, [{"input_ids": text()}], method="entropy")
-    lln.hf.replace(other, "lln_diag", quiet=True, diag_block=4, method="entropy")
+    lln.hf.replace(other, "lln_diag", quiet=True, near=4, method="entropy")
     assert torch.equal(run(model, input_ids=text()), run(other, input_ids=text()))
     assert model.config.lln == other.config.lln
 

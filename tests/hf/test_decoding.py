@@ -17,8 +17,10 @@ from tests.hf.tiny import make, text
 
 TOKENS, NEW = 27, 9
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}  # in float64; rotations are computed in float32
-WINDOW = {"diag_block": 4, "diag_overlap": 3}
-SINKS = {**WINDOW, "sinks": 2}
+WINDOW = {"near": lln.Near(4, overlap=3)}
+SINKS = {"near": lln.Near(4, overlap=3, sinks=2)}
+JOINT_WINDOW = {"near": lln.Near(4, overlap=3, joint=True)}
+JOINT_SINKS = {"near": lln.Near(4, overlap=3, sinks=2, joint=True)}
 NUMBERS = {"mix": [0.05, 0.3, 0.7, 1.0]}
 # Every mix, window, map and option at least once, and those that meet in the code together.
 CASES = {
@@ -26,31 +28,31 @@ CASES = {
     "far alone, normalised": {"normalize_keys": True, "learn_scale": True},
     "far alone, signs, convolved": {"feature_map": "signs", "conv": 3},
     "far alone, kept heads": {"center_keys": True, "heads": [0, 3]},
-    "average, block": {"diag_block": 4},
+    "average, block": {"near": 4},
     "average, window, convolved": {**WINDOW, "conv": 5},
     "average, sinks, elu": {**SINKS, "feature_map": "elu"},
-    "average, block, kept heads": {"diag_block": 4, "conv": 3, "heads": [1]},
-    "learned, block, convolved": {"diag_block": 4, "mix": "learned", "conv": 33},
+    "average, block, kept heads": {"near": 4, "conv": 3, "heads": [1]},
+    "learned, block, convolved": {"near": 4, "mix": "learned", "conv": 33},
     "learned, window, normalised": {**WINDOW, "mix": "learned", "normalize_keys": True},
-    "a number, block, signs": {"diag_block": 4, "mix": 0.3, "feature_map": "signs"},
+    "a number, block, signs": {"near": 4, "mix": 0.3, "feature_map": "signs"},
     "a number, sinks, centred": {**SINKS, "mix": 0.3, "center_keys": True},
-    "numbers, block": {"diag_block": 3, **NUMBERS},
-    "numbers, wide window": {"diag_block": 3, "diag_overlap": 8, **NUMBERS, "sinks": 1},
-    "joint, block": {"diag_block": 4, "mix": "joint"},
+    "numbers, block": {"near": 3, **NUMBERS},
+    "numbers, wide window": {"near": lln.Near(3, overlap=8, sinks=1), **NUMBERS},
+    "joint, block": {"near": lln.Near(4, joint=True)},
     "joint, block, learned map": {
-        "diag_block": 4, "mix": "joint", "feature_map": "learned", "slots": 24,
+        "near": lln.Near(4, joint=True), "feature_map": "learned", "slots": 24,
     },
-    "joint, block, sinks": {"diag_block": 4, "sinks": 6, "mix": "joint", "learn_scale": True},
-    "joint, window": {**WINDOW, "mix": "joint"},
-    "joint, window, normalised": {**WINDOW, "mix": "joint", "normalize_keys": True, "conv": 5},
+    "joint, block, sinks": {"near": lln.Near(4, sinks=6, joint=True), "learn_scale": True},
+    "joint, window": {**JOINT_WINDOW},
+    "joint, window, normalised": {**JOINT_WINDOW, "normalize_keys": True, "conv": 5},
     "joint, wide window, hedgehog": {
-        "diag_block": 3, "diag_overlap": 8, "mix": "joint", "feature_map": "hedgehog",
+        "near": lln.Near(3, overlap=8, joint=True), "feature_map": "hedgehog",
     },
-    "joint, sinks, centred": {**SINKS, "mix": "joint", "center_keys": True, "heads": [2]},
+    "joint, sinks, centred": {**JOINT_SINKS, "center_keys": True, "heads": [2]},
     "joint, sinks, before rotation": {
-        **SINKS, "mix": "joint", "feature_map": "learned", "before_rotation": True,
+        **JOINT_SINKS, "feature_map": "learned", "before_rotation": True,
     },
-    "joint, sinks, t2r": {**SINKS, "mix": "joint", "feature_map": "t2r", "center_keys": True},
+    "joint, sinks, t2r": {**JOINT_SINKS, "feature_map": "t2r", "center_keys": True},
 }  # fmt: skip
 
 
@@ -61,7 +63,7 @@ def decoder(name: str):
     heads = options.pop("heads", [])
     model = make("llama", num_hidden_layers=1).double()
     torch.manual_seed(11)
-    attention = "lln_diag" if "diag_block" in options else "lln"
+    attention = "lln_diag" if "near" in options else "lln"
     done = lln.hf.replace(model, attention, quiet=True, **options)
     for key, x in model.named_parameters():
         if ".lln." in key:

@@ -79,10 +79,10 @@ def test_encoders_by_name_and_by_replace(family):
     lln.hf.register()
     options = ENCODERS[family]
     named = model_of(family, options, attn_implementation="lln_diag")
-    named.config.lln_options = {"diag_block": 8}
+    named.config.lln_options = {"near": 8}
     replaced = model_of(family, options)
     before = hidden(replaced, **batch())
-    lln.hf.replace(replaced, "lln_diag", quiet=True, diag_block=8)
+    lln.hf.replace(replaced, "lln_diag", quiet=True, near=8)
     out = hidden(replaced, **batch())
     torch.testing.assert_close(out, hidden(named, **batch()))
     assert not out.allclose(before)
@@ -109,7 +109,7 @@ def test_sound_and_moving_pictures():
 @pytest.mark.parametrize("family", DECODERS)
 def test_decoders_are_calibrated_and_causal(family):
     model = model_of(family, DECODERS[family])
-    lln.hf.replace(model, "lln_diag", quiet=True, diag_block=8)
+    lln.hf.replace(model, "lln_diag", quiet=True, near=8)
     lln.hf.calibrate(model, [batch()])
     ids = text(2, 20)
     out = hidden(model, input_ids=ids, use_cache=False)
@@ -128,7 +128,7 @@ def test_encoders_with_a_decoder(family):
         own |= {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
         inputs = {"input_features": torch.randn(2, 8, 100), "decoder_input_ids": text(2, 10)}
     model = model_of(family, {**BOTH_WAYS, **own})
-    lln.hf.replace(model, "lln_diag", quiet=True, diag_block=8)
+    lln.hf.replace(model, "lln_diag", quiet=True, near=8)
     lln.hf.calibrate(model, [inputs])
     assert hidden(model, **inputs).isfinite().all()
 

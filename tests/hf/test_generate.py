@@ -13,10 +13,10 @@ from tests.hf.tiny import DECODERS, make, padded, text
 PROMPT, NEW = 9, 7
 MECHANISMS = {
     "lln": {},
-    "lln_diag": {"diag_block": 4},
-    "lln_diag with conv": {"diag_block": 4, "conv": 5},
-    "lln_diag with windows": {"diag_block": 4, "diag_overlap": 3, "sinks": 2},
-    "lln_nearfar": {"diag_block": 4, "diag_overlap": 5, "sinks": 2},
+    "lln_diag": {"near": 4},
+    "lln_diag with conv": {"near": 4, "conv": 5},
+    "lln_diag with windows": {"near": lln.Near(4, overlap=3, sinks=2)},
+    "lln_nearfar": {"near": lln.Near(4, overlap=5, sinks=2)},
 }
 names = pytest.mark.parametrize("name", MECHANISMS)
 # How a family calls the cache and what a mechanism keeps there do not depend on each other.
@@ -116,15 +116,28 @@ def test_a_prompt_may_be_read_in_pieces(name, chunk):
     torch.testing.assert_close(logits, whole, rtol=1e-3, atol=1e-4)
 
 
+JOINT = lln.Near(4, joint=True)
+
+
 @pytest.mark.parametrize(
     "options",
     [
         *({"mix": "learned"}, {"normalize_keys": True}, {"learn_scale": True}, {"conv": 33}),
-        {"mix": "joint", "learn_scale": True},
-        {"mix": "joint", "feature_map": "learned", "slots": 24, "center_keys": True, "sinks": 1},
-        {"feature_map": "signs", "center_keys": True, "sharpness": 0.6, "diag_overlap": 9},
-        *({"mix": "joint", "feature_map": "hedgehog"}, {"feature_map": "elu"}),
-        {"mix": "joint", "feature_map": "t2r", "center_keys": True, "learn_scale": True},
+        {"near": JOINT, "learn_scale": True},
+        {
+            "near": lln.Near(4, sinks=1, joint=True),
+            "feature_map": "learned",
+            "slots": 24,
+            "center_keys": True,
+        },
+        {
+            "near": lln.Near(4, overlap=9),
+            "feature_map": "signs",
+            "center_keys": True,
+            "sharpness": 0.6,
+        },
+        *({"near": JOINT, "feature_map": "hedgehog"}, {"feature_map": "elu"}),
+        {"near": JOINT, "feature_map": "t2r", "center_keys": True, "learn_scale": True},
     ],
     ids=str,
 )
@@ -140,7 +153,7 @@ def test_options_hold_while_decoding(options):
 
 def test_layers_of_softmax_beside_states():
     model = make("llama")
-    lln.hf.replace(model, "lln_diag", layers=[1], diag_block=4, quiet=True)
+    lln.hf.replace(model, "lln_diag", layers=[1], near=4, quiet=True)
     lln.hf.calibrate(model, [{"input_ids": text(4, 30, seed=5)}])
     _, logits, cache = generate(model, **ragged(), do_sample=False)
     assert [isinstance(layer, StateLayer) for layer in cache.layers] == [False, True]

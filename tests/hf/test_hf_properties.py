@@ -29,10 +29,10 @@ from tests.hf.tiny import TEXT, VOCABULARY, make
 
 MECHANISMS = {
     "lln": {},
-    "lln_diag": {"diag_block": 3},
-    "lln_diag with conv": {"diag_block": 4, "conv": 3},
-    "lln_diag with weights": {"diag_block": 3, "diag_overlap": 2, "mix": [0.1, 0.4, 0.6, 0.9]},
-    "lln_nearfar": {"diag_block": 3, "diag_overlap": 2, "sinks": 1},
+    "lln_diag": {"near": 3},
+    "lln_diag with conv": {"near": 4, "conv": 3},
+    "lln_diag with weights": {"near": lln.Near(3, overlap=2), "mix": [0.1, 0.4, 0.6, 0.9]},
+    "lln_nearfar": {"near": lln.Near(3, overlap=2, sinks=1)},
 }
 FAMILIES = {"llama": GROUPED, "nomic_bert": TEXT, "eurobert": GROUPED}
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda cache: pickle.loads(pickle.dumps(cache))}
@@ -128,7 +128,7 @@ def test_a_copied_cache_and_its_original_go_on_alone(stream):
 def served(window: int):
     """A decoder of one layer with a weight for each head, and its step in seats."""
     model = make("llama", num_hidden_layers=1).double()
-    options = {"diag_block": 3, "diag_overlap": window, "mix": [0.5] * 4, "alpha": 1.3, "beta": 0.8}
+    options = {"near": lln.Near(3, overlap=window), "mix": [0.5] * 4, "alpha": 1.3, "beta": 0.8}
     lln.hf.replace(model, "lln_diag", quiet=True, **options)
     return model
 
@@ -189,7 +189,7 @@ def test_padding_on_either_side_changes_nothing(rows, behind, family, name, meas
 
 
 MIXES = {
-    "joint": ("lln_nearfar", {"slots": 16, "diag_overlap": 0}),
+    "joint": ("lln_nearfar", {"slots": 16}),
     "learned": ("lln_diag", {"mix": "learned", "learn_scale": True}),
     "average": ("lln_diag", {"learn_scale": True}),
     "far alone": ("lln", {"learn_scale": True}),
@@ -231,7 +231,7 @@ class Conversion:
 
     def convert(self, model, folder, progress=None):
         attention, options = MIXES[self.mix]
-        options = options if attention == "lln" else {**options, "diag_block": 4}
+        options = options if attention == "lln" else {**options, "near": 4}
         near_dropout = 0.0 if attention == "lln" else self.near_dropout
         fixed = {} if attention == "lln_nearfar" else {"statistics": "fixed"}
         return lln.hf.convert(

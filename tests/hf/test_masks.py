@@ -78,7 +78,7 @@ def test_a_4d_mask_is_refused():
 def test_a_4d_mask_that_all_queries_share_is_padding(kind):
     """As LayoutLM makes it; what it is worth shows against the 2-D mask of the same model."""
     model = make("roberta")
-    lln.hf.replace(model, "lln_diag", diag_block=4, quiet=True)
+    lln.hf.replace(model, "lln_diag", near=4, quiet=True)
     batch = padded(text(2, 12), 5, "right")
     expected = model(**batch).logits
     keys = batch["attention_mask"].bool()[:, None, None, :]
@@ -117,7 +117,7 @@ def test_a_static_cache_is_refused():
 def test_no_token_sees_the_future():
     for family in ("gpt2", "llama"):
         model = make(family)
-        lln.hf.replace(model, "lln_diag", diag_block=4, **CONSTANTS)
+        lln.hf.replace(model, "lln_diag", near=4, **CONSTANTS)
         ids, other = text(2, 12), text(2, 12)
         other[:, 7:] = text(2, 5, seed=9)
         assert not torch.equal(ids, other)

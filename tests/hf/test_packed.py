@@ -17,15 +17,15 @@ from tests.hf.tiny import DECODERS, ENCODERS, TEXT, make, padded, run, text
 
 LENGTHS = (7, 13, 4, 1, 9, 12)
 CONSTANTS = {"statistics": "fixed", "alpha": 1.5, "beta": 1.5}
-WINDOW = {"diag_block": 4, "diag_overlap": 2, "sinks": 1}
+WINDOW = {"near": lln.Near(4, overlap=2, sinks=1)}
 # As lln.RECOMMENDED has them for encoders, at the size of these models.
-RECOMMENDED = {"method": "entropy", "learn_scale": True, "conv": 3, "diag_block": 4}
+RECOMMENDED = {"method": "entropy", "learn_scale": True, "conv": 3, "near": 4}
 SETTINGS = {
     "lln": ("lln", {}),
-    "lln_diag": ("lln_diag", {"diag_block": 4}),
+    "lln_diag": ("lln_diag", {"near": 4}),
     "recommended": ("lln_diag", RECOMMENDED),
     "near and far": ("lln_nearfar", {**WINDOW, "feature_map": "learned", "slots": 8}),
-    "mixed": ("lln_diag", {"diag_block": 4, "layers": [1]}),
+    "mixed": ("lln_diag", {"near": 4, "layers": [1]}),
 }
 FIRST = {"roberta": 1}  # padding_idx + 1
 
@@ -182,7 +182,7 @@ def test_transfer_learns_from_packed_batches(rows):
 
 def test_heads_that_keep_softmax():
     model = make("llama")
-    done = lln.hf.replace(model, "lln_diag", quiet=True, diag_block=4, **CONSTANTS)
+    done = lln.hf.replace(model, "lln_diag", quiet=True, near=4, **CONSTANTS)
     done.keep_softmax_heads({0: [0, 3], 1: [1]})
     ids = texts()
     close(run(model, **pack(ids)), one_by_one(model, ids))
@@ -219,7 +219,7 @@ def test_windows_of_eager_attention_stay_windows():
 @pytest.mark.filterwarnings("ignore")
 def test_windows_of_an_encoder_stay_windows():
     model = model_of("modernbert", WINDOWS["modernbert"])
-    lln.hf.replace(model, "lln_diag", layers="global", quiet=True, diag_block=4)
+    lln.hf.replace(model, "lln_diag", layers="global", quiet=True, near=4)
     ids = texts((20, 9, 26))
     close(run(model, **pack(ids)), one_by_one(model, ids))
     close(run(model, **pack(ids), **lengths_of(ids)), one_by_one(model, ids))
@@ -261,7 +261,7 @@ def test_a_mask_says_that_nothing_is_packed():
 def test_undone_and_failed_calls_leave_nothing_behind():
     model, ids = make("bert"), texts()
     before = run(model, **pack(ids))
-    undo = lln.hf.replace(model, "lln_diag", quiet=True, diag_block=4)
+    undo = lln.hf.replace(model, "lln_diag", quiet=True, near=4)
     expected = one_by_one(model, ids)
     layer = model.bert.encoder.layer[1]
 

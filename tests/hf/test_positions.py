@@ -35,7 +35,7 @@ def ready(family: str, **options):
     model = model_of(family, known)
     for parameter in model.parameters():
         parameter.data.mul_(3 if parameter.dim() == 2 else 1)
-    lln.hf.replace(model, "lln_diag", layers="global", diag_block=4, quiet=True, **options)
+    lln.hf.replace(model, "lln_diag", layers="global", near=4, quiet=True, **options)
     return model
 
 

@@ -43,7 +43,7 @@ def test_every_core_of_the_zoo_is_registered_with_its_mask():
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", [*ENCODERS, "vit"])
 def test_outputs_are_finite_and_not_those_of_softmax(family, name):
-    softmax, model = switched(family, name, **({"diag_block": 4} if name == "lln_diag" else {}))
+    softmax, model = switched(family, name, **({"near": 4} if name == "lln_diag" else {}))
     expected, got = run(softmax, **inputs(family)), run(model, **inputs(family))
     assert got.isfinite().all() and got.shape == expected.shape
     assert (got - expected).abs().max() > 1e-2
@@ -51,7 +51,7 @@ def test_outputs_are_finite_and_not_those_of_softmax(family, name):
 
 def test_the_attention_is_that_of_the_library():
     """One layer's output from its own queries, keys and values."""
-    _, model = switched("roberta", "lln_diag", diag_block=4, method="entropy")
+    _, model = switched("roberta", "lln_diag", near=4, method="entropy")
     layer = model.roberta.encoder.layer[0].attention.self
     x = torch.randn(2, 9, 32)
     mask = torch.arange(9) < torch.tensor([[9], [6]])
@@ -62,7 +62,7 @@ def test_the_attention_is_that_of_the_library():
             for part in ("query", "key", "value")
         ]
     masks = {"key_mask": mask, "query_mask": mask}
-    expected = lln.attention(*heads, **masks, diag_block=4, method="entropy")
+    expected = lln.attention(*heads, **masks, near=4, method="entropy")
     torch.testing.assert_close(got, expected.transpose(1, 2).flatten(2))
 
 
@@ -77,7 +77,7 @@ def test_softmax_of_the_zoo_is_softmax():
 @pytest.mark.parametrize("name", [*NAMES, "cosformer", "block_diag"])
 @pytest.mark.parametrize("family", ENCODERS)
 def test_padding_changes_nothing(family, name, side):
-    options = {"lln_diag": {"diag_block": 4}, "block_diag": {"block": 4}}.get(name, {})
+    options = {"lln_diag": {"near": 4}, "block_diag": {"block": 4}}.get(name, {})
     _, model = switched(family, name, **options)
     ids = text(2, 10)
     batch = padded(ids, 7, side)
@@ -143,7 +143,7 @@ def test_attention_dropout_acts_in_training_only():
 
 def test_another_scaling_of_the_scores_is_respected():
     """Matching assumes q·k/√d: a model with another factor is one with other queries."""
-    _, model = switched("roberta", "lln_diag", diag_block=4)
+    _, model = switched("roberta", "lln_diag", near=4)
     layer = model.roberta.encoder.layer[0].attention.self
     x = torch.randn(1, 9, 32)
     with torch.no_grad():
@@ -186,8 +186,8 @@ def test_a_mechanism_with_weights_needs_a_place_for_them():
 
 
 def test_unknown_options_are_errors():
-    _, model = switched("roberta", "lln", diag_block=4)
-    with pytest.raises(TypeError, match="diag_block= is not an option; 'lln' takes method"):
+    _, model = switched("roberta", "lln", near=4)
+    with pytest.raises(TypeError, match="near= is not an option; 'lln' takes method"):
         model(text())
     _, model = switched("roberta", "lln", causal=True)
     with pytest.raises(TypeError, match="causal= is decided by the model"):
@@ -222,5 +222,5 @@ def test_cross_attention_keeps_its_statistics_apart():
 
 
 def test_images_have_no_mask():
-    _, model = switched("vit", "lln_diag", diag_block=8)
+    _, model = switched("vit", "lln_diag", near=8)
     assert run(model, pixel_values=images()).isfinite().all()

@@ -43,7 +43,7 @@ def test_undo_is_bit_identical(family):
     model = make(family)
     before, names = run(model, **inputs(family)), list(model.state_dict())
     saved = model.config.to_dict()
-    undo = lln.hf.replace(model, "lln_diag", diag_block=4, quiet=True)
+    undo = lln.hf.replace(model, "lln_diag", near=4, quiet=True)
     if family in DECODERS:
         lln.hf.calibrate(model, [inputs(family)])
     during = run(model, **inputs(family))
@@ -220,7 +220,7 @@ def test_running_statistics_learn_in_training_and_freeze_in_evaluation():
 def test_gradient_checkpointing_changes_no_gradient(family):
     gradients = []
     for checkpointing in (False, True):
-        model, _ = replaced(family, "lln_diag", diag_block=4, statistics="running")
+        model, _ = replaced(family, "lln_diag", near=4, statistics="running")
         model.config.use_cache = False
         model.train()
         for module in model.modules():
@@ -243,7 +243,7 @@ def test_gradient_checkpointing_changes_no_gradient(family):
 @pytest.mark.slow
 def test_compiled_without_a_graph_break():
     model = make("llama")
-    lln.hf.replace(model, "lln_diag", diag_block=4, alpha=2, beta=2, quiet=True)
+    lln.hf.replace(model, "lln_diag", near=4, alpha=2, beta=2, quiet=True)
     model.config.use_cache = False
     batch = padded(text(), 4, "left")
     expected = run(model, **batch)
@@ -278,7 +278,7 @@ def test_what_replace_refuses():
         ({"attention": "flash"}, "attention and feed-forward network together"),
         ({"layers": [2]}, "layers=2 does not exist; the model has 2"),
         ({"layers": []}, "layers is empty"),
-        ({"attention": "lln", "diag_block": 4}, "diag_block= is not an option"),
+        ({"attention": "lln", "near": 4}, "near= is not an option"),
         ({"dropout": 0.1}, "dropout= is decided by the model"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
@@ -311,7 +311,7 @@ def test_encoder_decoder_models_keep_softmax_across():
     model = hf.BartForConditionalGeneration(config).eval()
     for parameter in model.parameters():
         parameter.data.mul_(4 if parameter.dim() == 2 else 1)
-    undo = lln.hf.replace(model, "lln_diag", diag_block=4, quiet=True)
+    undo = lln.hf.replace(model, "lln_diag", near=4, quiet=True)
     assert (
         undo.layers == [0, 1] and "lln" not in model.model.decoder.layers[0].encoder_attn._modules
     )
@@ -349,7 +349,7 @@ def test_kept_layers_keep_the_implementation_of_the_model(kind, tmp_path):
 
     before = [first_layer(model, batch) for batch in given]
     constants = {"statistics": "fixed", "alpha": 1.5, "beta": 1.5}
-    lln.hf.replace(model, "lln_diag", layers=[1], diag_block=4, quiet=True, **constants)
+    lln.hf.replace(model, "lln_diag", layers=[1], near=4, quiet=True, **constants)
     with pytest.raises(ValueError, match=r"asks for a cap on the scores, softcap=2\.0"):
         run(model, input_ids=text())
     model.model.layers[1].self_attn.attn_logit_softcapping = None  # LLN has none

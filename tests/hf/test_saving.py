@@ -20,22 +20,22 @@ def automatic(family: str):
 
 CASES = [
     ("roberta", "lln", {}),
-    ("bert", "lln_diag", {"diag_block": 4, "mix": "learned", "method": "entropy", "conv": 5}),
+    ("bert", "lln_diag", {"near": 4, "mix": "learned", "method": "entropy", "conv": 5}),
     ("distilbert", "lln_diag", {"statistics": "running", "normalize_keys": True}),
     ("vit", "lln_diag", {"statistics": "fixed", "learn_scale": True}),
     ("gpt2", "lln", {"conv": 4}),
-    ("llama", "lln_diag", {"diag_block": 4, "statistics": "running"}),
+    ("llama", "lln_diag", {"near": 4, "statistics": "running"}),
     ("qwen3", "lln_diag", {"layers": [1]}),
-    ("bert", "lln_nearfar", {"diag_block": 4, "feature_map": "learned", "slots": 24}),
-    ("bert", "lln_nearfar", {"diag_block": 4, "feature_map": "rotations", "slots": 16}),
+    ("bert", "lln_nearfar", {"near": 4, "feature_map": "learned", "slots": 24}),
+    ("bert", "lln_nearfar", {"near": 4, "feature_map": "rotations", "slots": 16}),
     (
         "llama",
         "lln_nearfar",
-        {"diag_block": 4, "diag_overlap": 2, "sinks": 1, "learn_scale": True, "center_keys": True},
+        {"near": lln.Near(4, overlap=2, sinks=1), "learn_scale": True, "center_keys": True},
     ),
-    ("bert", "lln_nearfar", {"diag_block": 4, "feature_map": "hedgehog", "statistics": "fixed"}),
-    ("llama", "lln_nearfar", {"diag_block": 4, "feature_map": "t2r", "slots": 12, "sinks": 1}),
-    ("llama", "lln_nearfar", {"diag_block": 4, "feature_map": "elu", "statistics": "running"}),
+    ("bert", "lln_nearfar", {"near": 4, "feature_map": "hedgehog", "statistics": "fixed"}),
+    ("llama", "lln_nearfar", {"near": lln.Near(4, sinks=1), "feature_map": "t2r", "slots": 12}),
+    ("llama", "lln_nearfar", {"near": 4, "feature_map": "elu", "statistics": "running"}),
     ("roberta", "performer", {}),
     ("roberta", "hedgehog", {"layers": [0]}),
     ("roberta", "linformer", {"rank": 8, "max_length": 40}),
@@ -67,7 +67,7 @@ def test_round_trip(family, name, options, tmp_path):
 
 def test_a_loaded_decoder_generates_from_its_state(tmp_path):
     model = make("llama")
-    lln.hf.replace(model, "lln_diag", diag_block=4, quiet=True)
+    lln.hf.replace(model, "lln_diag", near=4, quiet=True)
     lln.hf.calibrate(model, [{"input_ids": text()}])
     model.save_pretrained(tmp_path)
     loaded = lln.hf.load(tmp_path, hf.AutoModelForCausalLM)

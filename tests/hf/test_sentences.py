@@ -33,7 +33,7 @@ def encoder(folder):
 
 def replaced(folder, **options):
     model = encoder(folder)
-    lln.hf.replace(model[0].auto_model, "lln_diag", quiet=True, diag_block=8, **options)
+    lln.hf.replace(model[0].auto_model, "lln_diag", quiet=True, near=8, **options)
     return model
 
 
@@ -86,7 +86,7 @@ def test_a_folder_that_lln_convert_made_is_opened(folder, tmp_path):
     model.save_pretrained(str(tmp_path / "softmax"), create_model_card=False)
     lines = [json.dumps({"text": article(80, seed)}) + "\n" for seed in range(60)]
     (tmp_path / "words.jsonl").write_text("".join(lines), encoding="utf-8")
-    options = {"diag_block": 16, "slots": 16}
+    options = {"near": 16, "slots": 16}
     steps = {"transfer_steps": 0, "recover_steps": 0, "cost_length": 0, "length": 32}
     places = (tmp_path / "softmax", tmp_path / "words.jsonl", tmp_path / "linear")
     convert_and_judge(Settings(*places, options=options, device="cpu", **steps))

@@ -19,7 +19,7 @@ from lln.nn import LLNAttention
 from tests.hf.conversion.loud import loud
 from tests.hf.tiny import inputs, make, padded, run, text
 
-NEARFAR = {"diag_block": 4, "sinks": 1, "feature_map": "learned", "slots": 16, "quiet": True}
+NEARFAR = {"near": lln.Near(4, sinks=1), "feature_map": "learned", "slots": 16, "quiet": True}
 
 
 def ready(family: str, attention: str = "lln_nearfar", heads=None, **options):
@@ -46,7 +46,9 @@ def test_kept_heads_are_softmax_and_the_others_unchanged(is_causal, kv_heads, si
     q, k, v = core_inputs(kv_heads)
     place, length = torch.arange(30), torch.tensor([[30], [21]])
     mask = {None: None, "right": place < length, "left": place >= 30 - length}[side]
-    core = LLNAttention(4, 8, num_kv_heads=kv_heads, statistics="fixed", mix="joint", diag_block=4)
+    core = LLNAttention(
+        4, 8, num_kv_heads=kv_heads, statistics="fixed", near=lln.Near(4, joint=True)
+    )
     options = {"key_mask": mask, "is_causal": is_causal}
     plain = attend(core, q, k, v, **options)
     wanted = softmax_attention(q, k, v, **options, scale=8**-0.5)
@@ -60,7 +62,7 @@ def test_kept_heads_are_softmax_and_the_others_unchanged(is_causal, kv_heads, si
 
 def test_gradients_are_those_of_the_two_attentions():
     tensors = [x.double().requires_grad_(True) for x in core_inputs()]
-    options = {"statistics": "fixed", "mix": "joint", "diag_block": 4, "learn_scale": True}
+    options = {"statistics": "fixed", "near": lln.Near(4, joint=True), "learn_scale": True}
     core = LLNAttention(4, 8, num_kv_heads=2, dtype=torch.float64, **options)
     masks = {"key_mask": None, "is_causal": True}
     plain, exact = attend(core, *tensors, **masks), softmax_attention(

@@ -18,10 +18,10 @@ SCALES = {"alpha": 2.0, "beta": 2.0}
 KINDS = {
     "plain": {},
     "grouped": {},
-    "diag": {"diag_block": BLOCK},
-    "one block": {"diag_block": 2 * N},
+    "diag": {"near": BLOCK},
+    "one block": {"near": 2 * N},
     "causal": {"is_causal": True},
-    "causal diag": {"is_causal": True, "diag_block": BLOCK},
+    "causal diag": {"is_causal": True, "near": BLOCK},
 }
 
 
@@ -40,7 +40,7 @@ def counted(counter, run) -> int:
 def test_forward_is_torchs_count_of_the_same_products(kind):
     options = KINDS[kind]
     q, k, v = tensors(1 if kind == "grouped" else H)
-    block = options.get("diag_block")
+    block = options.get("near")
     wanted = 2 * (q.numel() + k.numel()) * E
     if block is not None:
         wanted += counted(
@@ -89,7 +89,7 @@ def test_packed_sequences_count_as_one():
     starts = torch.tensor([0, 40, N])
     run = lambda **more: lln.attention_varlen(q, k, v, starts, **SCALES, **more)  # noqa: E731
     assert counted(flop_counter(), run) == 2 * (q.numel() + k.numel()) * E
-    more = counted(flop_counter(), lambda: run(diag_block=BLOCK)) - counted(flop_counter(), run)
+    more = counted(flop_counter(), lambda: run(near=BLOCK)) - counted(flop_counter(), run)
     assert more == 2 * H * N * BLOCK * (D + E)
 
 

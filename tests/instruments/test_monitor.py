@@ -23,7 +23,7 @@ MODELS = {
     "eager roberta": lambda: roberta(attention="eager"),
     "gpt2": lambda: models.build("gpt2", head="causal"),
     "encoder": encoder,
-    "lln encoder": lambda: encoder(statistics="running", diag_block=4, dropout=0.1),
+    "lln encoder": lambda: encoder(statistics="running", near=4, dropout=0.1),
 }
 
 
@@ -86,7 +86,7 @@ def test_rows_have_their_place_and_statistics():
 
 
 def test_alpha_beta_and_shares_of_lln():
-    model = encoder(diag_block=4)
+    model = encoder(near=4)
     x = torch.randn(3, 10, 32)
     with monitor(model, every=1) as rows:
         model(x)

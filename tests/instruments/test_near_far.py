@@ -16,9 +16,9 @@ from tests.hf.tiny import inputs, make
 
 OPTIONS = [
     {},
-    {"diag_overlap": 3, "sinks": 2},
+    {"near": lln.Near(8, overlap=3, sinks=2, joint=True)},
     {"feature_map": "signs", "center_keys": True},
-    {"statistics": "fixed", "causal": True, "sinks": 1},
+    {"near": lln.Near(8, sinks=1, joint=True), "statistics": "fixed", "causal": True},
 ]
 
 
@@ -26,7 +26,8 @@ OPTIONS = [
 def test_the_matrix_is_that_of_the_module(options):
     q, k, v = random_qkv(2, 4, 40, width=8, key_heads=2)
     mask = torch.arange(40) < torch.tensor([[40], [29]])
-    core = LLNAttention(4, 8, num_kv_heads=2, diag_block=8, mix="joint", **options).double().eval()
+    options = {"near": lln.Near(8, joint=True), **options}
+    core = LLNAttention(4, 8, num_kv_heads=2, **options).double().eval()
     with attention_calls(core, samples=2) as calls, torch.no_grad():
         core(q, k, v, mask, mask)
     (call,) = calls
@@ -39,10 +40,7 @@ def test_the_matrix_is_that_of_the_module(options):
         torch.testing.assert_close(found.double(), entropy(matrix), rtol=1e-5, atol=1e-5)
     share = call.near_share()
     causal = bool(options.get("causal"))
-    near = reference.near_field(
-        40, 40, block=8, overlap=options.get("diag_overlap", 0), sinks=options.get("sinks", 0),
-        key_mask=mask, is_causal=causal,
-    )  # fmt: skip
+    near = reference.near_field(40, 40, options["near"], key_mask=mask, is_causal=causal)
     mass = (expected * near).sum(-1)
     wanted = torch.stack([mass[0].mean(-1), mass[1, :, :29].mean(-1)])
     torch.testing.assert_close(share, wanted, rtol=1e-9, atol=1e-12)
@@ -50,7 +48,7 @@ def test_the_matrix_is_that_of_the_module(options):
 
 def test_shares_of_averaged_windows_are_those_of_the_branches():
     q, k, v = random_qkv(1, 2, 40, width=8)
-    options = {"diag_block": 8, "diag_overlap": 3, "sinks": 1, "feature_map": "signs"}
+    options = {"near": lln.Near(8, overlap=3, sinks=1), "feature_map": "signs"}
     core = LLNAttention(2, 8, **options).double().eval()
     with attention_calls(core, samples=2) as calls, torch.no_grad():
         core(q, k, v)
@@ -63,7 +61,7 @@ def test_shares_of_averaged_windows_are_those_of_the_branches():
 
 
 def test_the_monitor_tells_the_share_of_near_keys():
-    layer = lln.create("lln_nearfar", dim=16, num_heads=2, max_length=40, diag_block=8)
+    layer = lln.create("lln_nearfar", dim=16, num_heads=2, max_length=40, near=8)
     with lln.instruments.monitor(layer, every=1, measures=["entropy"]) as rows:
         layer(torch.randn(2, 40, 16)).sum().backward()
     assert rows and all(0 < row["near_share"] < 1 for row in rows if row.get("head") is not None)
@@ -72,7 +70,7 @@ def test_the_monitor_tells_the_share_of_near_keys():
 def test_a_learned_mix_is_found_in_a_model_whose_diagonal_branch_may_be_dropped():
     """There the branches are computed apart, and the core is a part of the model's layer."""
     model = make("bert").train()
-    lln.hf.replace(model, "lln_diag", diag_block=4, mix="learned", quiet=True)
+    lln.hf.replace(model, "lln_diag", near=4, mix="learned", quiet=True)
     for core in model.modules():
         if isinstance(core, LLNAttention):
             core.near_dropout = 0.5

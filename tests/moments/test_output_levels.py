@@ -13,8 +13,8 @@ from lln.moments.output_levels import FARTHEST, STEP, OutputTerms, output_terms
 from tests.helpers import random_qkv
 from tests.hf.tiny import make, padded, text
 
-WINDOW = {"block": 8, "overlap": 3, "sinks": 1}
-JOINT = {"diag_block": 8, "diag_overlap": 3, "sinks": 1, "mix": "joint"}
+WINDOW = {"near": lln.Near(8, overlap=3, sinks=1)}
+JOINT = {"near": lln.Near(8, overlap=3, sinks=1, joint=True)}
 TOKENS = 40
 
 
@@ -108,9 +108,9 @@ def test_batches_together_are_one():
 
 def test_nothing_far_gives_zero():
     q, k, v, scales = inputs()
-    assert match_output_level(q, k, v, **scales, block=64).eq(0).all()
+    assert match_output_level(q, k, v, **scales, near=64).eq(0).all()
     empty = (x[:, :, :0] for x in (q, k, v))
-    assert match_output_level(*empty, **scales, block=8).eq(0).all()
+    assert match_output_level(*empty, **scales, near=8).eq(0).all()
 
 
 @pytest.mark.parametrize("family", ["roberta", "llama"])
@@ -127,7 +127,7 @@ def test_calibrated_models_are_closer_than_with_matched_shares(family):
             "lln_nearfar",
             quiet=True,
             statistics="fixed",
-            diag_block=8,
+            near=8,
             feature_map="learned",
         )
         lln.hf.calibrate(model, batches, level=level)

@@ -32,7 +32,7 @@ TRAINING = f"{ENGINE} tests/lln_study/train/test_resume.py"
 TESTS = {
     "lln/functional.py": f"{CALLS} tests/test_bad_input.py",
     "lln/ops": f"{OPS} {CALLS}",
-    "lln/ops/window/local.py": f"tests/test_near_far.py {OPS}",
+    "lln/ops/window/near.py": f"tests/test_near_far.py {OPS}",
     "lln/ops/window/near_far.py": f"{JOINT} {OPS}",
     "lln/ops/linear/normalized_keys.py": "tests/test_normalized_keys.py",
     **{f"lln/ops/window/eager_{name}.py": JOINT for name in ("near", "far", "near_far")},

@@ -8,7 +8,7 @@ import io
 import pytest
 import torch
 
-from lln import moments
+from lln import Near, moments
 from lln.nn import RECOMMENDED, LLNAttention
 from lln.ops import reference
 from tests.generated import check_generated_code
@@ -38,7 +38,7 @@ def test_fixed_scales_with_diagonal_branch_match_the_reference(causal, scale):
     key_mask = padding([11, 7], 11)
     alpha, beta = [1.0, 2.0, 3.0], [0.5, 1.0, 1.5]
     core = LLNAttention(
-        3, 4, causal=causal, diag_block=4, statistics="fixed", alpha=alpha, beta=beta, scale=scale
+        3, 4, causal=causal, near=Near(4, scale=scale), statistics="fixed", alpha=alpha, beta=beta
     )
     expected = reference.lln_diag(
         q,
@@ -54,7 +54,7 @@ def test_fixed_scales_with_diagonal_branch_match_the_reference(causal, scale):
     torch.testing.assert_close(core(q, k, v, key_mask), expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("options", [{}, {"diag_block": 4, "mix": "learned"}])
+@pytest.mark.parametrize("options", [{}, {"near": 4, "mix": "learned"}])
 @pytest.mark.parametrize("causal", [False, True])
 def test_weights_times_values_are_the_output(options, causal):
     q, k, v = qkv(2, 4, 9, 8, kv_heads=2, dtype=torch.float64)
@@ -72,7 +72,7 @@ def test_weights_times_values_are_the_output(options, causal):
 
 def test_sample_output_does_not_depend_on_the_batch():
     q, k, v = qkv(3, 2, 10, 4)
-    core = LLNAttention(2, 4, diag_block=4)
+    core = LLNAttention(2, 4, near=4)
     loud = [torch.cat([x[:1], 5 * x[1:]]) for x in (q, k, v)]
     torch.testing.assert_close(core(*loud)[:1], core(q[:1], k[:1], v[:1]))
 
@@ -81,7 +81,7 @@ def test_sample_output_does_not_depend_on_the_batch():
 def test_padding_content_changes_nothing(statistics):
     q, k, v = qkv(2, 2, 12, 4)
     valid = padding([12, 7], 12)
-    core = LLNAttention(2, 4, statistics=statistics, diag_block=4)
+    core = LLNAttention(2, 4, statistics=statistics, near=4)
     junk = [x.masked_fill(~valid[:, None, :, None], torch.nan) for x in (q, k, v)]
     clean, dirty = core(q, k, v, valid, valid), core(*junk, valid, valid)
     torch.testing.assert_close(clean[0], dirty[0])
@@ -91,7 +91,7 @@ def test_padding_content_changes_nothing(statistics):
 def test_fully_masked_sample_gives_zero_and_finite_gradients():
     q, k, v = (x.requires_grad_() for x in qkv(2, 2, 6, 4))
     valid = padding([6, 0], 6)
-    out = LLNAttention(2, 4, diag_block=4)(q, k, v, valid, valid)
+    out = LLNAttention(2, 4, near=4)(q, k, v, valid, valid)
     out.square().sum().backward()
     assert (out[1] == 0).all() and out[0].abs().min() > 0
     assert all(x.grad.isfinite().all() for x in (q, k, v))
@@ -120,8 +120,8 @@ def test_learned_scale_starts_neutral_and_learns():
 
 def test_learned_mix_is_a_sigmoid_per_head():
     q, k, v = qkv(2, 3, 9, 4, dtype=torch.float64)
-    core = LLNAttention(3, 4, diag_block=4, mix="learned").double()
-    average = LLNAttention(3, 4, diag_block=4)(q, k, v)
+    core = LLNAttention(3, 4, near=4, mix="learned").double()
+    average = LLNAttention(3, 4, near=4)(q, k, v)
     torch.testing.assert_close(core(q, k, v), average)
 
     with torch.no_grad():
@@ -173,7 +173,7 @@ def test_uncalibrated_fixed_and_running_assume_unit_deviations():
 @pytest.mark.parametrize("statistics", ["sample", "running", "fixed"])
 def test_state_dict_and_deepcopy_keep_the_output(statistics):
     q, k, v = qkv(2, 2, 9, 4)
-    options = {"statistics": statistics, "diag_block": 4, "mix": "learned", "learn_scale": True}
+    options = {"statistics": statistics, "near": 4, "mix": "learned", "learn_scale": True}
     core = LLNAttention(2, 4, **options)
     for parameter in core.parameters():
         torch.nn.init.normal_(parameter)
@@ -204,7 +204,7 @@ def test_half_precision_keeps_statistics_in_float32(dtype):
 
 def test_runs_under_autocast():
     q, k, v = (x.requires_grad_() for x in qkv(2, 2, 33, 16))
-    core = LLNAttention(2, 16, diag_block=8, mix="learned", learn_scale=True, dropout=0.1)
+    core = LLNAttention(2, 16, near=8, mix="learned", learn_scale=True, dropout=0.1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = core(q, k, v)
     out.float().square().sum().backward()
@@ -216,24 +216,24 @@ def test_runs_under_autocast():
 
 
 def test_repr_shows_what_differs_from_the_defaults():
-    text = repr(LLNAttention(4, 8, statistics="running", diag_block=16, dropout=0.1))
-    assert "4, 8, diag_block=16, dropout=0.1" in text
+    text = repr(LLNAttention(4, 8, statistics="running", near=16, dropout=0.1))
+    assert "4, 8, near=16, dropout=0.1" in text
     assert "mix" not in text and "conv" not in text and "scale" not in text
-    assert "scale=0.2" in repr(LLNAttention(4, 8, diag_block=16, scale=0.2))
+    assert "scale=0.2" in repr(LLNAttention(4, 8, near=Near(16, scale=0.2)))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"statistics": "batch"}, "statistics='batch'.*sample, running, fixed"),
-        ({"mix": "max", "diag_block": 4}, "mix='max'.*average, learned"),
+        ({"mix": "max", "near": 4}, "mix='max'.*average, learned"),
         ({"method": "guess"}, "method='guess'"),
         ({"causal": True}, "causal.*running.*fixed"),
         ({"num_kv_heads": 3}, "num_heads=4.*num_kv_heads=3"),
         ({"num_kv_heads": 0}, "num_kv_heads=0"),
         ({"dropout": 1.5}, "dropout=1.5"),
-        ({"mix": "learned"}, "diag_block"),
-        ({"diag_block": 0}, "diag_block=0"),
+        ({"mix": "learned"}, "give near"),
+        ({"near": 0}, "block=0"),
         ({"alpha": 2.0, "beta": 2.0}, "statistics='fixed'"),
         ({"alpha": 2.0, "statistics": "fixed"}, "both or neither"),
         ({"alpha": -1.0, "beta": 2.0, "statistics": "fixed"}, "alpha=-1.0.*not negative"),
@@ -277,10 +277,10 @@ def test_bad_inputs_are_refused():
 @pytest.mark.parametrize(
     "options",
     [
-        {"diag_block": 8, "mix": "learned", "learn_scale": True},
+        {"near": 8, "mix": "learned", "learn_scale": True},
         pytest.param({"statistics": "running", "dropout": 0.1}, marks=pytest.mark.slow),
         pytest.param(
-            {"statistics": "running", "causal": True, "diag_block": 8},
+            {"statistics": "running", "causal": True, "near": 8},
             marks=pytest.mark.slow,
         ),
     ],
@@ -306,7 +306,7 @@ def test_compiles_to_one_graph(options):
     "options",
     [
         RECOMMENDED,
-        {"causal": True, "diag_block": 32, "conv": 33, "alpha": 2.0, "beta": 2.0},
+        {"causal": True, "near": 32, "conv": 33, "alpha": 2.0, "beta": 2.0},
     ],
 )
 def test_generated_code_has_the_gradients(options):

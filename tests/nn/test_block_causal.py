@@ -19,9 +19,9 @@ CAUSAL = {"causal": True, "causal_block": 8, "statistics": "fixed"}
 CASES = {
     "lln": {},
     "unbiased": {"normalize_keys": True},
-    "average": {"diag_block": 8},
-    "learned": {"diag_block": 4, "mix": "learned"},
-    "maps": {"diag_block": 2, "feature_map": "signs", "center_keys": True},
+    "average": {"near": 8},
+    "learned": {"near": 4, "mix": "learned"},
+    "maps": {"near": 2, "feature_map": "signs", "center_keys": True},
 }
 cases = pytest.mark.parametrize("case", CASES)
 
@@ -102,7 +102,7 @@ def test_dropout_keeps_the_zeros():
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled(backend):
-    core = LLNAttention(2, 8, **CAUSAL, diag_block=4, mix="learned", conv=3)
+    core = LLNAttention(2, 8, **CAUSAL, near=4, mix="learned", conv=3)
     inputs = random_qkv(1, 2, 20, dtype=torch.float32)
     check_generated_code(core, *inputs, tolerance=1e-5, backend=backend)
 
@@ -119,10 +119,10 @@ def test_blocks_move_with_padding_and_show_in_the_text():
     [
         ({"causal": False}, "causal_block=8 is of causal attention"),
         ({"statistics": "sample"}, "statistics"),
-        ({"diag_block": 3}, "causal_block=8 is not a multiple of diag_block=3"),
-        ({"diag_block": 8, "sinks": 1}, "diag_overlap=0, sinks=1 is not possible"),
-        ({"diag_block": 8, "diag_overlap": 1}, "diag_overlap=1, sinks=0 is not possible"),
-        ({"diag_block": 8, "mix": "joint"}, "mix='joint' is not possible"),
+        ({"near": 3}, "causal_block=8 is not a multiple of the blocks of near, 3"),
+        ({"near": lln.Near(8, sinks=1)}, "overlap=0, sinks=1 of near is not possible"),
+        ({"near": lln.Near(8, overlap=1)}, "overlap=1, sinks=0 of near is not possible"),
+        ({"near": lln.Near(8, joint=True)}, "one normaliser for both branches is not possible"),
     ],
 )
 def test_what_is_refused(options, message):

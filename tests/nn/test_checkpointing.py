@@ -186,7 +186,7 @@ def test_a_decoder_that_transformers_checkpoints_and_torch_compiles(use_reentran
     found = []
     for how in ("plain", "checkpointed and compiled"):
         model = make("llama").train()
-        lln.hf.replace(model, "lln_diag", diag_block=4, statistics="running", quiet=True)
+        lln.hf.replace(model, "lln_diag", near=4, statistics="running", quiet=True)
         model.config.use_cache = False
         run = model
         if how != "plain":

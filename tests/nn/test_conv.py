@@ -24,7 +24,7 @@ def made(**options):
 
 def test_it_starts_as_torch_draws_it_and_learns():
     q, k, v = qkv(2, 4, 9, 8, kv_heads=2)
-    core, plain = made(diag_block=4), LLNAttention(4, 8, num_kv_heads=2, diag_block=4)
+    core, plain = made(near=4), LLNAttention(4, 8, num_kv_heads=2, near=4)
     assert 0 < core.conv_weight.abs().max() <= 5**-0.5
     core(q, k, v).square().sum().backward()
     assert core.conv_weight.grad.abs().min() > 0
@@ -32,7 +32,7 @@ def test_it_starts_as_torch_draws_it_and_learns():
     assert core(q, k, v).equal(plain(q, k, v))
 
 
-@pytest.mark.parametrize("options", [{}, {"diag_block": 4, "mix": "learned"}])
+@pytest.mark.parametrize("options", [{}, {"near": 4, "mix": "learned"}])
 def test_it_is_added_to_the_branches(options):
     q, k, v = qkv(2, 4, 9, 8, kv_heads=2, dtype=torch.float64)
     key_mask = padding([9, 4], 9)
@@ -77,7 +77,7 @@ def test_what_it_cannot_serve_is_refused():
 
 
 @pytest.mark.parametrize("taps", [1, 4, 5])
-@pytest.mark.parametrize("options", [{}, {"diag_block": 4, "mix": "learned"}])
+@pytest.mark.parametrize("options", [{}, {"near": 4, "mix": "learned"}])
 def test_causal_attention_looks_at_tokens_before(options, taps):
     q, k, v = qkv(2, 4, 9, 8, kv_heads=2, dtype=torch.float64)
     key_mask = padding([9, 7], 9)
@@ -114,7 +114,7 @@ def test_a_layer_is_causal_where_it_is_asked_to_be():
 
 def test_everything_that_has_options_takes_it():
     x = embeddings(2, 9, 32)
-    layer = lln.create("lln_diag", dim=32, num_heads=4, max_length=16, diag_block=4, conv=3)
+    layer = lln.create("lln_diag", dim=32, num_heads=4, max_length=16, near=4, conv=3)
     assert layer(x).shape == x.shape and "conv=3" in repr(layer)
     model = make("roberta")
     before = model(**padded(text(), 4, "right")).logits
@@ -163,7 +163,7 @@ def test_padding_on_either_side_gives_the_same():
 @pytest.mark.slow
 def test_it_compiles_and_copies():
     q, k, v = qkv(2, 2, 40, 8)
-    core = LLNAttention(2, 8, conv=33, diag_block=8)
+    core = LLNAttention(2, 8, conv=33, near=8)
     torch.nn.init.normal_(core.conv_weight)
     torch._dynamo.reset()
     compiled = torch.compile(copy.deepcopy(core), backend="aot_eager", fullgraph=True)

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.gpu
 
 
 OPTIONS = [
-    {"statistics": "sample", "diag_block": 16},
+    {"statistics": "sample", "near": 16},
     {"statistics": "running", "learn_scale": True},
-    {"statistics": "running", "causal": True, "diag_block": 16, "mix": "learned"},
+    {"statistics": "running", "causal": True, "near": 16, "mix": "learned"},
     {"statistics": "fixed", "causal": True, "method": "entropy"},
 ]
 

@@ -10,10 +10,10 @@ from tests.nn.inputs import embeddings, qkv
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("diag_block", [None, 4])
-def test_dropout_keeps_the_expectation(causal, diag_block):
+@pytest.mark.parametrize("near", [None, 4])
+def test_dropout_keeps_the_expectation(causal, near):
     q, k, v = qkv(1, 2, 8, 4)
-    core = LLNAttention(2, 4, statistics="fixed", causal=causal, diag_block=diag_block, dropout=0.4)
+    core = LLNAttention(2, 4, statistics="fixed", causal=causal, near=near, dropout=0.4)
     torch.manual_seed(0)
     copies = 4000
     many = core(*(x.expand(copies, -1, -1, -1) for x in (q, k, v)))
@@ -37,15 +37,15 @@ def test_dropout_drops_whole_slots_of_a_query():
 @pytest.mark.parametrize("option", ["dropout", "near_dropout"])
 def test_nothing_is_dropped_in_evaluation(option):
     q, k, v = qkv(2, 2, 9, 4)
-    core = LLNAttention(2, 4, diag_block=4).eval()
+    core = LLNAttention(2, 4, near=4).eval()
     setattr(core, option, 0.5)
-    torch.testing.assert_close(core(q, k, v), LLNAttention(2, 4, diag_block=4)(q, k, v))
+    torch.testing.assert_close(core(q, k, v), LLNAttention(2, 4, near=4)(q, k, v))
 
 
 @pytest.mark.parametrize("option", ["dropout", "near_dropout"])
 def test_seed_decides_what_is_dropped(option):
     q, k, v = qkv(8, 2, 9, 4)
-    core = LLNAttention(2, 4, diag_block=4)
+    core = LLNAttention(2, 4, near=4)
     setattr(core, option, 0.5)
 
     def draw(seed):
@@ -58,13 +58,13 @@ def test_seed_decides_what_is_dropped(option):
 
 def test_dropout_of_everything_is_zero():
     q, k, v = qkv(2, 2, 9, 4)
-    assert (LLNAttention(2, 4, diag_block=4, dropout=1.0)(q, k, v) == 0).all()
+    assert (LLNAttention(2, 4, near=4, dropout=1.0)(q, k, v) == 0).all()
 
 
 @pytest.mark.parametrize("mix", ["average", "learned"])
 def test_near_dropout_leaves_the_linear_branch_alone_per_sample(mix):
     q, k, v = (x.requires_grad_() for x in qkv(64, 2, 9, 4))
-    core = LLNAttention(2, 4, diag_block=4, mix=mix)
+    core = LLNAttention(2, 4, near=4, mix=mix)
     core.near_dropout = 0.25
     linear = LLNAttention(2, 4)(q, k, v)
     both = core.eval()(q, k, v)
@@ -83,7 +83,7 @@ def test_near_dropout_leaves_the_linear_branch_alone_per_sample(mix):
 
 def test_returned_weights_carry_the_dropout_of_the_output():
     x = embeddings(2, 9, 8)
-    layer = LLNMultiheadAttention(8, 2, dropout=0.3, batch_first=True, diag_block=4)
+    layer = LLNMultiheadAttention(8, 2, dropout=0.3, batch_first=True, near=4)
     torch.manual_seed(0)
     out, weights = layer(x, x, x, average_attn_weights=False)
     torch.manual_seed(0)

@@ -31,9 +31,9 @@ def open_sizes():
 # Windows under one normaliser: tests/nn/test_near_far.py; more of them as graphs: tests/onnx.
 CORES = [
     (False, {}),
-    (False, {"diag_block": 16, "mix": "joint"}),
+    (False, {"near": lln.Near(16, joint=True)}),
     (False, {"method": "entropy", "feature_map": "signs"}),
-    (True, {"diag_block": 16, "conv": 5, "mix": "learned"}),
+    (True, {"near": 16, "conv": 5, "mix": "learned"}),
 ]
 
 
@@ -77,7 +77,7 @@ def test_a_model_after_replace():
         def __init__(self):
             super().__init__()
             self.model = make("roberta")
-            lln.hf.replace(self.model, "lln_diag", quiet=True, diag_block=8)
+            lln.hf.replace(self.model, "lln_diag", quiet=True, near=8)
 
         def forward(self, ids, mask):
             return self.model(input_ids=ids, attention_mask=mask).logits

@@ -16,7 +16,7 @@ from lln.nn import LLNAttention
 from lln.nn.feature_maps import LEAST_FEATURE
 from tests.helpers import assert_matches
 
-JOINT = {"mix": "joint", "diag_block": 8}
+JOINT = {"near": lln.Near(8, joint=True)}
 KINDS = ("hedgehog", "t2r", "elu")
 
 
@@ -89,7 +89,7 @@ def test_scales_stay_one_and_the_level_is_measured(kind, statistics):
     centred = k - draw.center
     q_far, k_far = core.far_inputs(q, centred, draw.beta)
     measured = match_level(
-        q, centred, q_far=q_far, k_far=k_far, alpha=draw.alpha, beta=draw.beta, block=8,
+        q, centred, q_far=q_far, k_far=k_far, alpha=draw.alpha, beta=draw.beta, near=8,
         key_mask=mask, query_mask=mask,
     )  # fmt: skip
     if statistics != "sample":
@@ -100,11 +100,11 @@ def test_scales_stay_one_and_the_level_is_measured(kind, statistics):
 @pytest.mark.parametrize("kind", KINDS)
 def test_before_the_first_batch_the_level_is_that_of_unit_gaussians(kind):
     torch.manual_seed(0)
-    core = LLNAttention(4, 64, diag_block=128, mix="joint", feature_map=kind, statistics="fixed")
+    core = LLNAttention(4, 64, near=lln.Near(128, joint=True), feature_map=kind, statistics="fixed")
     q, k = torch.randn(2, 4, 512, 64), torch.randn(2, 4, 512, 64)
     ones = torch.ones(2, 4)
     q_far, k_far = core.far_inputs(q, k, ones)
-    measured = match_level(q, k, q_far=q_far, k_far=k_far, alpha=ones, beta=ones, block=128)
+    measured = match_level(q, k, q_far=q_far, k_far=k_far, alpha=ones, beta=ones, near=128)
     assert (core.level.stored.value - measured).abs().max() < 0.3
 
 

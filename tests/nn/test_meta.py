@@ -89,7 +89,7 @@ def test_a_softmax_checkpoint_keeps_what_an_ordinary_layer_has_learned():
 
 
 def test_starting_again_forgets_what_was_learned():
-    core = LLNAttention(4, 8, diag_block=4, mix="learned", conv=3, statistics="running")
+    core = LLNAttention(4, 8, near=4, mix="learned", conv=3, statistics="running")
     start = copy.deepcopy(core.state_dict())
     core(*qkv(2, 4, 9, 8))
     for parameter in core.parameters():

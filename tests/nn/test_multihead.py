@@ -126,10 +126,10 @@ def test_unbatched_and_token_first_inputs_give_the_same_numbers():
     torch.testing.assert_close(single_weights, weights[1])
 
 
-@pytest.mark.parametrize("diag_block", [None, 3])
-def test_matches_the_reference(diag_block):
+@pytest.mark.parametrize("near", [None, 3])
+def test_matches_the_reference(near):
     torch.manual_seed(0)
-    layer = LLNMultiheadAttention(8, 2, batch_first=True, diag_block=diag_block).double()
+    layer = LLNMultiheadAttention(8, 2, batch_first=True, near=near).double()
     x = embeddings(2, 7, 8).double()
     valid = padding([7, 4], 7)
     out, weights = layer(x, x, x, key_padding_mask=~valid, average_attn_weights=False)
@@ -139,7 +139,7 @@ def test_matches_the_reference(diag_block):
     )
     alpha, beta = moments.measure_scales(q, k, key_mask=valid, query_mask=valid)
     matrix = reference.lln_matrix(q, k, alpha=alpha, beta=beta, key_mask=valid)
-    if diag_block is not None:
+    if near is not None:
         local = reference.block_diagonal_matrix(q, k, block=3, scale=0.5, key_mask=valid)
         matrix = (matrix + local) / 2
     torch.testing.assert_close(weights, matrix)
@@ -187,7 +187,7 @@ def test_extra_keys_are_seen_by_every_query(options, is_causal):
 @pytest.mark.parametrize("bool_mask", [True, False])
 def test_padding_equals_truncation(bool_mask):
     torch.manual_seed(0)
-    layer = LLNMultiheadAttention(8, 2, batch_first=True, diag_block=4)
+    layer = LLNMultiheadAttention(8, 2, batch_first=True, near=4)
     x = embeddings(3, 9, 8)
     ignore = ~padding([9, 6, 1], 9)
     mask = ignore if bool_mask else torch.zeros(3, 9).masked_fill(ignore, -torch.inf)
@@ -222,7 +222,7 @@ def test_query_mask_is_taken_from_the_keys_in_self_attention_only():
 @pytest.mark.parametrize("bool_mask", [True, False])
 def test_the_causal_mask_is_recognised(statistics, bool_mask):
     torch.manual_seed(0)
-    layer = LLNMultiheadAttention(8, 2, batch_first=True, statistics=statistics, diag_block=4)
+    layer = LLNMultiheadAttention(8, 2, batch_first=True, statistics=statistics, near=4)
     layer.eval()
     x = embeddings(2, 7, 8)
     mask = nn.Transformer.generate_square_subsequent_mask(7)
@@ -281,8 +281,8 @@ def test_inputs_of_wrong_shape_are_refused():
     [
         ({"num_heads": 3}, "embed_dim=8.*num_heads=3"),
         ({"num_heads": 0}, "num_heads=0"),
-        ({"diag_block": 4, "add_zero_attn": True}, "diag_block=4.*add_zero_attn"),
-        ({"diag_block": 4, "add_bias_kv": True}, "diag_block=4.*add_bias_kv"),
+        ({"near": 4, "add_zero_attn": True}, "near=4.*add_zero_attn"),
+        ({"near": 4, "add_bias_kv": True}, "near=4.*add_bias_kv"),
         ({"statistics": "none"}, "statistics='none'"),
     ],
 )
@@ -292,7 +292,7 @@ def test_bad_options_are_refused(arguments, message):
 
 
 def test_softmax_checkpoint_keeps_calibration_but_a_partial_one_is_refused():
-    options = {"statistics": "running", "diag_block": 4, "mix": "learned", "learn_scale": True}
+    options = {"statistics": "running", "near": 4, "mix": "learned", "learn_scale": True}
     model = nn.ModuleDict({"layer": LLNMultiheadAttention(8, 2, batch_first=True, **options)})
     model["layer"].calibrate_(embeddings(2, 9, 8))
     before = copy.deepcopy(model.state_dict())
@@ -344,7 +344,7 @@ def test_reset_draws_new_weights():
     assert (layer.in_proj_bias == 0).all()
 
 
-@pytest.mark.parametrize("options", [{}, {"add_bias_kv": True}, {"diag_block": 4}])
+@pytest.mark.parametrize("options", [{}, {"add_bias_kv": True}, {"near": 4}])
 def test_autocast_matches_full_precision(options):
     torch.manual_seed(0)
     layer = LLNMultiheadAttention(32, 2, batch_first=True, **options)
@@ -363,7 +363,7 @@ def test_autocast_matches_full_precision(options):
 def test_compiles_to_one_graph():
     torch.manual_seed(0)
     torch._dynamo.reset()
-    layer = LLNMultiheadAttention(8, 2, batch_first=True, diag_block=4, statistics="running")
+    layer = LLNMultiheadAttention(8, 2, batch_first=True, near=4, statistics="running")
     compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
     x = embeddings(2, 9, 8)
     ignore = ~padding([9, 5], 9)
@@ -458,7 +458,7 @@ def test_from_torch_in_a_finished_encoder():
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
     x = torch.randn(2, 20, 32)
     softmax = encoder(x)
-    options = {"diag_block": 8, "conv": 3, "mix": "learned", "statistics": "running"}
+    options = {"near": 8, "conv": 3, "mix": "learned", "statistics": "running"}
     for name, module in list(encoder.named_modules()):
         if isinstance(module, nn.MultiheadAttention):
             encoder.set_submodule(name, LLNMultiheadAttention.from_torch(module, **options))

@@ -10,8 +10,7 @@ from lln.moments.levels import match_level
 from lln.nn import LLNAttention, LLNMultiheadAttention
 from tests.helpers import random_qkv
 
-JOINT = {"diag_block": 16, "diag_overlap": 5, "sinks": 2, "mix": "joint"}
-WINDOW = {"block": 16, "overlap": 5, "sinks": 2}
+JOINT = {"near": lln.Near(16, overlap=5, sinks=2, joint=True)}
 
 
 def inputs(dtype=torch.float64, tokens=50, batch=3):
@@ -56,7 +55,7 @@ def test_running_levels_are_those_of_the_batch_and_then_their_average():
         q, k, _, mask = inputs()
         draw = core.draw(q, k, key_mask=mask, query_mask=mask)
         measured = match_level(
-            q, k, alpha=draw.alpha, beta=draw.beta, key_mask=mask, query_mask=mask, **WINDOW
+            q, k, alpha=draw.alpha, beta=draw.beta, key_mask=mask, query_mask=mask, **JOINT
         ).mean(0)
         torch.testing.assert_close(draw.gamma[0], measured)
         levels.append(measured)
@@ -80,11 +79,13 @@ def test_causal_levels_never_see_the_batch_they_are_used_on():
 
 
 def test_before_the_first_batch_the_level_is_that_of_unit_gaussians():
-    core = LLNAttention(4, 64, diag_block=128, mix="joint", method="entropy", statistics="running")
+    core = LLNAttention(
+        4, 64, near=lln.Near(128, joint=True), method="entropy", statistics="running"
+    )
     q, k = torch.randn(2, 4, 512, 64), torch.randn(2, 4, 512, 64)
     alpha, beta = core.scales()
     scales = {"alpha": alpha.expand(2, -1), "beta": beta.expand(2, -1)}
-    measured = match_level(q, k, **scales, block=128)
+    measured = match_level(q, k, **scales, near=128)
     assert (core.level.stored.value - measured).abs().max() < 0.3
 
 
@@ -100,17 +101,17 @@ def test_learned_levels_and_maps_get_gradients():
 @pytest.mark.parametrize("mix", ["average", "learned", "joint"])
 def test_the_identity_map_is_no_map_bit_for_bit(mix):
     q, k, v, mask = inputs(torch.float32)
-    plain = LLNAttention(4, 8, num_kv_heads=2, diag_block=16, mix=mix)
-    spelled = LLNAttention(
-        4, 8, num_kv_heads=2, diag_block=16, mix=mix, feature_map="identity", slots=8,
-        diag_overlap=0, sinks=0,
-    )  # fmt: skip
+    options = {"near": lln.Near(16, joint=True)} if mix == "joint" else {"near": 16, "mix": mix}
+    plain = LLNAttention(4, 8, num_kv_heads=2, **options)
+    near = lln.Near(16, overlap=0, sinks=0, scale=8**-0.5, joint=mix == "joint")
+    options |= {"near": near, "feature_map": "identity", "slots": 8}
+    spelled = LLNAttention(4, 8, num_kv_heads=2, **options)
     assert torch.equal(plain(q, k, v, mask, mask), spelled(q, k, v, mask, mask))
     assert set(plain.state_dict()) == set(spelled.state_dict())
 
 
 def test_a_state_dict_without_far_keys_has_no_entry_for_them():
-    names = set(LLNAttention(4, 8, diag_block=16, statistics="running", mix="learned").state_dict())
+    names = set(LLNAttention(4, 8, near=16, statistics="running", mix="learned").state_dict())
     assert names == {"mix_logit", "statistics.variances", "statistics.batches"}
 
 
@@ -123,7 +124,7 @@ def test_maps_give_lln_their_features_and_softmax_none(kind, slots, causal):
     q_far, k_far = core.features(q, k)
     assert q_far.shape[-1] == k_far.shape[-1] == slots
     expected = lln.attention(
-        q, k, v, q_features=q_far, k_features=k_far, key_mask=mask, is_causal=causal,
+        q, k, v, features=(q_far, k_far), key_mask=mask, is_causal=causal,
         alpha=torch.tensor(1.3), beta=torch.tensor(1.1), gamma=-1.0, **JOINT,
     )  # fmt: skip
     torch.testing.assert_close(core(q, k, v, mask), expected)
@@ -140,7 +141,7 @@ def test_rotations_are_orthogonal_and_the_same_everywhere():
 @pytest.mark.parametrize("mix", ["average", "joint"])
 def test_a_shift_of_all_keys_is_not_seen_if_they_are_centred(mix):
     q, k, v, mask = inputs()
-    core = module(diag_block=16, mix=mix, center_keys=True)
+    core = module(near=lln.Near(16, joint=mix == "joint"), center_keys=True)
     shift = torch.randn(3, 2, 1, 8, dtype=torch.float64)
     torch.testing.assert_close(core(q, k + shift, v, mask, mask), core(q, k, v, mask, mask))
 
@@ -190,7 +191,7 @@ def test_sinks_may_outnumber_the_keys():
     q, k, v, _ = inputs(tokens=3)
     for causal in (False, True):
         core = module(
-            diag_block=2, sinks=5, mix="joint", statistics="fixed", causal=causal, dropout=0.2
+            near=lln.Near(2, sinks=5, joint=True), statistics="fixed", causal=causal, dropout=0.2
         )
         assert core.train()(q, k, v).isfinite().all()
 
@@ -213,12 +214,12 @@ WRONG = {
     "no slots": ({"feature_map": "learned", "slots": 0}, "a positive number"),
     "no sharpness": ({"sharpness": 0.0}, "sharpness=0.0 must be positive"),
     "a level that is measured": ({**JOINT, "gamma": 1.0}, "gamma=1.0 would be ignored"),
-    "a level without joint": ({"diag_block": 4, "gamma": 1.0}, "mix='joint'"),
+    "a level without joint": ({"near": 4, "gamma": 1.0}, "joint=True"),
     "levels of other heads": (
         {**JOINT, "gamma": [1.0, 2.0], "statistics": "fixed"},
         r"gamma has shape \[2\]",
     ),
-    "overlap of no block": ({"diag_overlap": 2}, "diag_overlap=2.*diag_block"),
+    "a weight under one normaliser": ({**JOINT, "mix": 0.3}, "mix=0.3 would be ignored"),
 }
 
 
@@ -276,7 +277,7 @@ def test_more_slots_are_as_concentrated_as_softmax(kind, slots, statistics, temp
 @pytest.mark.parametrize("statistics", ["sample", "running", "fixed"])
 @pytest.mark.parametrize("kind", ["identity", "rotations", "learned"])
 def test_made_on_no_device_and_reset_it_is_as_if_made_here(statistics, kind):
-    options = {"diag_block": 4, "mix": "joint", "statistics": statistics, "feature_map": kind}
+    options = {"near": lln.Near(4, joint=True), "statistics": statistics, "feature_map": kind}
     options |= {"center_keys": True, "learn_scale": True}
     if kind != "identity":
         options["slots"] = 16

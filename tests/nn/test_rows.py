@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lln import Near
 from lln.nn import LLNAttention
 from lln.nn.rows import row_weights
 
-JOINT = {"mix": "joint", "diag_block": 8}
+JOINT = {"near": Near(8, joint=True)}
 CASES = {
     "lln": {},
     "unbiased": {"normalize_keys": True},
-    "average": {"diag_block": 8},
-    "learned": {"diag_block": 8, "diag_overlap": 3, "mix": "learned"},
-    "joint": {**JOINT, "diag_overlap": 4, "sinks": 2},
+    "average": {"near": 8},
+    "learned": {"near": Near(8, overlap=3), "mix": "learned"},
+    "joint": {"near": Near(8, overlap=4, sinks=2, joint=True)},
     "maps": {**JOINT, "feature_map": "learned", "slots": 12, "center_keys": True},
     **{kind: {**JOINT, "feature_map": kind} for kind in ("hedgehog", "t2r", "elu")},
 }

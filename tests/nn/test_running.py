@@ -66,7 +66,7 @@ def test_training_uses_the_batch_and_evaluation_the_buffers():
 
 def test_evaluation_does_not_depend_on_the_batch():
     q, k, v = qkv(4, 2, 9, 4)
-    core = running(diag_block=4)
+    core = running(near=4)
     core(q, k, v)
     core.eval()
     alone = torch.cat([core(q[b : b + 1], k[b : b + 1], v[b : b + 1]) for b in range(4)])

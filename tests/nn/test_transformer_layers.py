@@ -50,7 +50,7 @@ def test_layers_replaced_inside_a_finished_encoder():
     plain = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     encoder = nn.TransformerEncoder(plain, 2)
     for layer in encoder.layers:
-        layer.self_attn = LLNMultiheadAttention(8, 2, batch_first=True, diag_block=4)
+        layer.self_attn = LLNMultiheadAttention(8, 2, batch_first=True, near=4)
     encoder.eval()
     x = embeddings(2, 9, 8)
     valid = padding([9, 5], 9)
@@ -93,7 +93,7 @@ def test_encoder_detects_its_causal_mask():
 
 @pytest.mark.slow
 def test_training_an_encoder_lowers_the_loss():
-    layer = encoder_layer(statistics="running", diag_block=4, mix="learned", learn_scale=True)
+    layer = encoder_layer(statistics="running", near=4, mix="learned", learn_scale=True)
     model = nn.Sequential(layer, nn.Linear(8, 8))
     x = embeddings(8, 9, 8)
     target = x.roll(1, dims=1)

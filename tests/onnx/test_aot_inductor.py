@@ -19,7 +19,7 @@ pytestmark = [
 
 
 def test_compiled_ahead_of_time_for_every_size(tmp_path):
-    options = {**RECOMMENDED, "diag_block": 16, "statistics": "running"}
+    options = {**RECOMMENDED, "near": 16, "statistics": "running"}
     module = Encoder(**options).eval().requires_grad_(False)
     sizes = {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("tokens", min=2, max=4096)}
     given = embeddings(2, 70, 32), ~padding([70, 50], 70)

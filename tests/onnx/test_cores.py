@@ -17,7 +17,7 @@ from tests.helpers import assert_matches
 from tests.nn.inputs import padding, qkv
 from tests.onnx.graphs import BATCH, TOKENS, Graph, Side, steepest_growth
 
-JOINT = {"diag_block": 8, "mix": "joint", "statistics": "running"}
+JOINT = {"near": lln.Near(8, joint=True), "statistics": "running"}
 # One graph for the cores of a line: names say what is tested, and which are slow to export.
 CORES: dict[str, tuple[bool, list[dict]]] = {
     "bidirectional": (
@@ -25,32 +25,32 @@ CORES: dict[str, tuple[bool, list[dict]]] = {
         [
             {},
             {"statistics": "running", "normalize_keys": True},
-            {"statistics": "fixed", "alpha": 1.5, "beta": 2.0, "diag_block": 16},
+            {"statistics": "fixed", "alpha": 1.5, "beta": 2.0, "near": 16},
             {**RECOMMENDED, "statistics": "running"},
-            {**JOINT, "diag_overlap": 3, "sinks": 2},
+            {**JOINT, "near": lln.Near(8, overlap=3, sinks=2, joint=True)},
         ],
     ),
     "causal": (
         True,
         [
             {"statistics": "running"},
-            {"statistics": "fixed", "diag_block": 8, "conv": 5, "mix": "learned"},
-            {"statistics": "fixed", "diag_block": 4, "causal_block": 8},
+            {"statistics": "fixed", "near": 8, "conv": 5, "mix": "learned"},
+            {"statistics": "fixed", "near": 4, "causal_block": 8},
         ],
     ),
     "slow bidirectional": (
         False,
         [
             dict(RECOMMENDED),
-            {"diag_block": 16, "method": "entropy", "feature_map": "signs"},
-            {**RECOMMENDED, "statistics": "running", "diag_overlap": 3, "sinks": 1},
+            {"near": 16, "method": "entropy", "feature_map": "signs"},
+            {**RECOMMENDED, "statistics": "running", "near": lln.Near(128, overlap=3, sinks=1)},
             {**JOINT, "statistics": "sample"},
         ],
     ),
     "slow causal": (
         True,
         [
-            {**JOINT, "diag_overlap": 11, "sinks": 1},
+            {**JOINT, "near": lln.Near(8, overlap=11, sinks=1, joint=True)},
             {**JOINT, "normalize_keys": True},
         ],
     ),

@@ -112,7 +112,7 @@ class InTorch:
 def test_the_check_reads_beyond_the_windows(monkeypatch):
     """A graph whose far keys weigh exp(20) times as much is noticed."""
     model = make("llama", num_hidden_layers=1)
-    lln.hf.replace(model, "lln_nearfar", quiet=True, diag_block=24, diag_overlap=24, sinks=2)
+    lln.hf.replace(model, "lln_nearfar", quiet=True, near=lln.Near(24, overlap=24, sinks=2))
     lln.hf.calibrate(model, [{"input_ids": text(4, 90, seed=5)}])
     step, graph = lln.onnx.DecoderStep(model), lln.onnx.DecoderStep(model)
     monkeypatch.setattr(decoders, "session_of", lambda file: InTorch(graph))
@@ -125,7 +125,7 @@ def test_the_check_reads_beyond_the_windows(monkeypatch):
 
 def test_the_check_stays_within_learned_positions(monkeypatch):
     model = make("gpt2", num_hidden_layers=1, n_positions=40)
-    lln.hf.replace(model, "lln_diag", quiet=True, diag_block=32, alpha=1.0, beta=1.0)
+    lln.hf.replace(model, "lln_diag", quiet=True, near=32, alpha=1.0, beta=1.0)
     step = lln.onnx.DecoderStep(model)
     monkeypatch.setattr(decoders, "session_of", lambda file: InTorch(step))
     found = decoders.check_decoder(step, "graph.onnx")

@@ -56,7 +56,7 @@ def test_pieces_of_any_size(tmp_path):
     "options, message",
     [
         ({}, "make the core with causal=True"),
-        ({"causal": True, "diag_block": 8}, "diag_block= keeps tokens beside the state"),
+        ({"causal": True, "near": 8}, "near= keeps tokens beside the state"),
         ({"causal": True, "conv": 3}, "conv= keeps tokens beside the state"),
     ],
 )

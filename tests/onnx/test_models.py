@@ -45,7 +45,7 @@ class Encoder(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Layer, Encoder])
 def test_layers_with_padding(kind, tmp_path):
-    module = kind(**{**RECOMMENDED, "diag_block": 16, "statistics": "running"}).eval()
+    module = kind(**{**RECOMMENDED, "near": 16, "statistics": "running"}).eval()
     inputs = embeddings(2, 70, 32), ~padding([70, 50], 70)
     file = tmp_path / "layer.onnx"
     lln.onnx.export(module, inputs, file, dynamic_shapes=(OPEN, OPEN), optimize=False)
@@ -78,7 +78,7 @@ class Model(nn.Module):
     ],
 )
 def test_a_hugging_face_encoder_after_replace(family, attention, tmp_path):
-    options = {} if attention == "lln" else {"diag_block": 8}
+    options = {} if attention == "lln" else {"near": 8}
     model = Model(family, attention, **options).eval()
     file = tmp_path / "model.onnx"
     tokens = torch.export.Dim("tokens", min=2, max=1024)

@@ -5,12 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lln import Near
 from lln.ops import reference
 from lln.ops.causal.causal import causal
 from lln.ops.linear.bidirectional import bidirectional
+from lln.ops.window import lln_diag as lln_diag_op
 from lln.ops.window.block_diagonal import block_diagonal
-from lln.ops.window.lln_diag import lln_diag
-from tests.helpers import LENGTHS, assert_matches, random_qkv, random_scales, run_with_grads
+from tests.helpers import (
+    LENGTHS,
+    assert_matches,
+    random_qkv,
+    random_scales,
+    run_with_grads,
+    windowed,
+)
+
+lln_diag = windowed(lln_diag_op.lln_diag)
 
 HALF = (torch.bfloat16, torch.float16)
 OPS = {
@@ -105,7 +115,7 @@ def test_learned_mix_moves_between_the_branches():
     linear = bidirectional(q, k, v, alpha=alpha, beta=beta)
     local = block_diagonal(q, k, v, block=16, scale=0.4)
     mix = torch.tensor([0.0, 0.3, 1.0], dtype=torch.float64, requires_grad=True)
-    out = lln_diag(q, k, v, alpha=alpha, beta=beta, block=16, scale=0.4, mix=mix)
+    out = lln_diag(q, k, v, alpha=alpha, beta=beta, near=Near(16, scale=0.4), mix=mix)
     expected = mix[:, None, None] * linear + (1 - mix[:, None, None]) * local
     torch.testing.assert_close(out, expected)
     d_out = torch.randn_like(out)

@@ -11,8 +11,17 @@ import torch.nn.functional as F
 from lln.ops import reference
 from lln.ops.causal.causal import causal
 from lln.ops.linear.bidirectional import bidirectional
-from lln.ops.window.lln_diag import lln_diag
-from tests.helpers import LENGTHS, assert_matches, random_qkv, random_scales, run_with_grads
+from lln.ops.window import lln_diag as lln_diag_op
+from tests.helpers import (
+    LENGTHS,
+    assert_matches,
+    random_qkv,
+    random_scales,
+    run_with_grads,
+    windowed,
+)
+
+lln_diag = windowed(lln_diag_op.lln_diag)
 
 slow = pytest.mark.slow
 blocks = pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def packed(q, k, v, *, alpha, beta, impl):
 
 
 def with_block(q, k, v, **options):
-    return lln_diag(q, k, v, block=4, scale=0.5, **options)
+    return lln_diag(q, k, v, near=lln.Near(4, scale=0.5), **options)
 
 
 OPS = {"bidirectional": bidirectional, "causal": causal, "lln_diag": with_block, "varlen": packed}
@@ -77,7 +77,7 @@ def test_a_graph_of_other_parts_may_be_differentiated_again():
     assert second.item() == pytest.approx(12 * out.sum().item())
 
 
-@pytest.mark.parametrize("options", [{}, {"diag_block": 4}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"near": 4}], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_reference_has_both(options, is_causal):
     q, k, v = random_qkv(1, 2, 5, width=3, value_width=3)
@@ -98,7 +98,7 @@ def test_the_reference_has_both(options, is_causal):
 
 def test_the_reference_gives_gradients_per_sample():
     q, k, v = random_qkv(3, 2, 6, width=4, value_width=4)
-    core = LLNAttention(2, 4, diag_block=4, impl="reference", learn_scale=True).double()
+    core = LLNAttention(2, 4, near=4, impl="reference", learn_scale=True).double()
     weights = dict(core.named_parameters())
 
     def loss(weights, q, k, v):

@@ -8,14 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lln import Near
 from lln.ops import reference
 from lln.ops.linear.bidirectional import bidirectional
+from lln.ops.window import lln_diag as lln_diag_op
+from lln.ops.window import near_far as near_far_op
 from lln.ops.window.eager_far import far_backward, far_op
 from lln.ops.window.eager_near import near_backward, near_op
 from lln.ops.window.eager_near_far import near_share
-from lln.ops.window.lln_diag import lln_diag
-from lln.ops.window.near_far import near_far
-from tests.helpers import assert_matches, random_qkv, random_scales, run_with_grads
+from tests.helpers import assert_matches, random_qkv, random_scales, run_with_grads, windowed
+
+near_far = windowed(near_far_op.near_far)
+lln_diag = windowed(lln_diag_op.lln_diag)
 
 WINDOWS = [(16, 0, 0), (16, 5, 0), (16, 16, 3), (16, 40, 2), (1, 0, 0), (300, 0, 0)]
 windows = pytest.mark.parametrize("block, overlap, sinks", WINDOWS)
@@ -96,7 +100,7 @@ def test_the_average_takes_the_same_windows(queries, keys, block, overlap, sinks
 def test_rows_sum_to_one_and_no_weight_is_negative(is_causal):
     given = tensors(60)
     given["v"] = torch.eye(60, dtype=torch.float64).expand(2, 2, 60, 60)
-    p = near_far(**given, block=16, overlap=5, sinks=2, scale=0.4, is_causal=is_causal)
+    p = near_far(**given, near=Near(16, overlap=5, sinks=2, scale=0.4), is_causal=is_causal)
     torch.testing.assert_close(p.sum(-1), torch.ones_like(p[..., 0]))
     assert (p >= 0).all()
     if is_causal:
@@ -125,7 +129,7 @@ def test_one_block_that_holds_every_key_is_softmax_attention(is_causal):
     expected = F.scaled_dot_product_attention(
         given["q"], heads["k"], heads["v"], scale=0.4, is_causal=is_causal
     )
-    out = near_far(**given, block=40, scale=0.4, is_causal=is_causal)
+    out = near_far(**given, near=Near(40, scale=0.4), is_causal=is_causal)
     torch.testing.assert_close(out, expected)
 
 
@@ -139,7 +143,7 @@ def test_a_low_level_leaves_the_near_keys_and_a_high_one_the_far_keys(is_causal)
     given["gamma"] = torch.full((2, 4), 1e4, dtype=torch.float64)
     linear = {"alpha": given["alpha"], "beta": given["beta"]}
     others = near_far(**given, **options)
-    far_rows = ~reference.near_field(60, 60, **{k: v for k, v in options.items() if k != "scale"})
+    far_rows = ~reference.near_field(60, 60, Near(16, overlap=5, sinks=2), is_causal=is_causal)
     far_rows &= reference.visible(60, 60, is_causal=is_causal)
     scores = reference.lln_scores(given["q_far"], given["k_far"], **linear)
     p = reference.normalize_rows(scores, far_rows)
@@ -208,7 +212,7 @@ def test_dropout_acts_inside_each_branch(is_causal):
     )
     eye = {**given, "v": torch.eye(40, dtype=torch.float64).expand(2, 2, 40, 40)}
     p = near_far(**eye, **options, is_causal=is_causal)
-    near = reference.near_field(40, 40, block=block, overlap=overlap, sinks=2, is_causal=is_causal)
+    near = reference.near_field(40, 40, Near.of_op(options), is_causal=is_causal)
     keys = torch.arange(40)
     start = keys[:, None] // block * block - overlap
     column = keys[None] - start  # where key j stands in the window of query i
@@ -227,7 +231,9 @@ def test_a_stream_that_is_cut_is_the_stream():
     """The ops take a state and a window of earlier keys: what decoding keeps."""
     block, overlap, sinks, cut, total = 16, 5, 2, 37, 70
     given = tensors(total)
-    whole = near_far(**given, block=block, overlap=overlap, sinks=sinks, scale=0.4, is_causal=True)
+    whole = near_far(
+        **given, near=Near(block, overlap=overlap, sinks=sinks, scale=0.4), is_causal=True
+    )
     first = cut // block * block - overlap  # where the window of the next query begins
     q, k, v = (given[name] for name in "qkv")
     sink = torch.zeros(2, total, dtype=torch.bool)
@@ -323,7 +329,7 @@ def test_memory_is_linear_in_the_length():
     for length in (256, 512):
         given = {name: x.float() for name, x in tensors(length).items()}
         with torch.profiler.profile(profile_memory=True) as profile:
-            near_far(**given, block=16, overlap=5, sinks=2, scale=0.4)
+            near_far(**given, near=Near(16, overlap=5, sinks=2, scale=0.4))
         sizes.append(max(event.self_cpu_memory_usage for event in profile.key_averages()))
     assert sizes[1] < 3 * sizes[0]
 
@@ -343,7 +349,7 @@ def test_windows_and_their_gradient_are_adjoint(block, overlap):
 def test_features_of_their_own_reach_the_average_too():
     given = {name: x for name, x in tensors(40).items() if name != "gamma"}
     mix = torch.tensor([0.0, 0.3, 0.7, 1.0], dtype=torch.float64)
-    out = lln_diag(**given, block=16, scale=0.4, mix=mix)
+    out = lln_diag(**given, near=Near(16, scale=0.4), mix=mix)
     linear = bidirectional(
         given["q_far"], given["k_far"], given["v"], alpha=given["alpha"], beta=given["beta"]
     )

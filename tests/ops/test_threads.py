@@ -17,9 +17,9 @@ from tests.waiting import HANGS
 FORMS = {
     "lln": {},
     "causal": {"is_causal": True},
-    "diag": {"diag_block": 16},
+    "diag": {"near": 16},
     "joint": {
-        "diag_block": 16, "mix": "joint", "gamma": 0.3, "diag_overlap": 8, "sinks": 2,
+        "near": lln.Near(16, overlap=8, sinks=2, joint=True), "gamma": 0.3,
         "is_causal": True,
     },
 }  # fmt: skip

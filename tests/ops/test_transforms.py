@@ -18,9 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torc
 OPTIONS = [
     {},
     {"normalize_keys": True},
-    {"diag_block": 4},
+    {"near": 4},
     {"is_causal": True},
-    {"is_causal": True, "diag_block": 4},
+    {"is_causal": True, "near": 4},
 ]
 options = pytest.mark.parametrize("options", OPTIONS, ids=str)
 
@@ -113,8 +113,8 @@ def test_samples_may_have_scales_of_their_own():
     "settings",
     [
         {"learn_scale": True},
-        {"diag_block": 4, "mix": "learned", "learn_scale": True},
-        {"diag_block": 4, "conv": 3, "learn_scale": True},
+        {"near": 4, "mix": "learned", "learn_scale": True},
+        {"near": 4, "conv": 3, "learn_scale": True},
     ],
     ids=str,
 )
@@ -133,7 +133,7 @@ def test_gradients_per_sample_of_a_drop_in_layer():
     class Self(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layer = LLNMultiheadAttention(8, 2, batch_first=True, diag_block=4).double()
+            self.layer = LLNMultiheadAttention(8, 2, batch_first=True, near=4).double()
 
         def forward(self, x, hidden):
             return self.layer(x, x, x, key_padding_mask=hidden, need_weights=False)[0]

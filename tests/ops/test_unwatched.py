@@ -11,7 +11,7 @@ import lln
 from lln.ops.common.unwatched import argument_types, unwatched
 
 SCALES = {"alpha": 1.3, "beta": 1.1}
-OPTIONS = [{}, {"diag_block": 4}, {"is_causal": True}, {"diag_block": 4, "mix": "joint"}]
+OPTIONS = [{}, {"near": 4}, {"is_causal": True}, {"near": lln.Near(4, joint=True)}]
 options = pytest.mark.parametrize("options", OPTIONS, ids=str)
 
 
@@ -129,7 +129,7 @@ def test_who_watches():
 
 def test_numbers_are_not_converted():
     """An int for a float is the dispatcher's to convert."""
-    attend(*inputs(), {"diag_block": 4})
+    attend(*inputs(), {"near": 4})
     op = torch.ops.lln.near_eager.default
     types = argument_types(op)
     x = torch.randn(1, 1, 4, 4)

@@ -39,6 +39,7 @@ from lln.hf.replace import Replacement, attention_modules, replace, replacements
 from lln.hf.rotation import check_rotation
 from lln.nn.feature_maps import LOG_FEATURES
 from lln.nn.presets import recommended
+from lln.ops.window.near import Near
 
 Batch = Mapping[str, Any]
 EVERY = 50  # updates between two writes of a stage
@@ -378,12 +379,12 @@ class _Clock:
 
 def _flat(argument: str, options: Mapping[str, Any] | None) -> Row:
     """Options by their full names, so that a single one can be told."""
-    return {
-        f"{argument}.{name}": digest_of_batches([{name: value}])
-        if isinstance(value, torch.Tensor)
-        else value
-        for name, value in (options or {}).items()
-    }
+    found = {}
+    for name, value in (options or {}).items():
+        if isinstance(value, torch.Tensor):
+            value = digest_of_batches([{name: value}])
+        found[f"{argument}.{name}"] = value.to_json() if isinstance(value, Near) else value
+    return found
 
 
 def _open_stages(

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from lln.hf.conversion.stage import widen
 from lln.hf.softmax import SoftmaxCall, softmax_heads_of
-from lln.moments.rows import fields_of_rows, spaced_rows, take_rows
+from lln.moments.rows import spaced_rows, take_rows
 from lln.nn import LLNAttention
 from lln.nn.rows import row_weights
 from lln.ops.common.arguments import no_autocast
+from lln.ops.window.fields import fields_of_rows
+from lln.ops.window.near import Near
 
 # A head that answers nearly the same everywhere (all its weight is on one token) has no variance.
 LEAST_VARIANCE = 0.05  # of the mean over the heads of its layer
@@ -97,9 +99,8 @@ def softmax_rows(
     call: SoftmaxCall,
 ) -> Float[Tensor, "B H r M"]:
     """Rows of softmax's matrix."""
-    near, far = fields_of_rows(
-        index, q.shape[2], k.shape[2], 1, 0, 0, call.key_mask, call.is_causal
-    )
+    sizes = q.shape[2], k.shape[2]
+    near, far = fields_of_rows(index, *sizes, Near(1), call.key_mask, call.is_causal)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = call.scale * take_rows(q, index) @ k.transpose(-1, -2)
     return torch.softmax(scores.masked_fill(~(near | far), -torch.inf), dim=-1)

@@ -89,7 +89,7 @@ def recover(
 
     Example:
         >>> teacher = copy.deepcopy(model)
-        >>> lln.hf.replace(model, "lln_nearfar", feature_map="learned", learn_scale=True)
+        >>> lln.hf.replace(model, "lln_nearfar", **lln.nn.recommended("convert-encoder"))
         >>> lln.hf.calibrate(model, batches[:4])
         >>> lln.hf.transfer(model, batches)
         >>> lln.hf.recover(model, teacher, batches)

@@ -24,7 +24,7 @@ from lln.ops.taps.convolution import convolve_next, last_values
 from lln.ops.window.eager_far import far_op
 from lln.ops.window.eager_near import near_op
 from lln.ops.window.eager_near_far import NOWHERE
-from lln.ops.window.local import Local
+from lln.ops.window.near import Near
 
 
 def append(
@@ -36,16 +36,16 @@ def append(
 ) -> Memory:
     """The memory after these tokens; heads with softmax are left to the caller."""
     memory = _prepared(core, memory, key_mask)
-    local, options = core.local, {"beta": constants.beta, "impl": core.impl}
+    field, options = core.near, {"beta": constants.beta, "impl": core.impl}
     position = _positions(memory, new, key_mask)
     after = Memory(dict(memory.tensors), position[:, -1] + 1)
-    if local is not None:
+    if field is not None:
         _write_sinks(memory, after, new, position, key_mask)
-        _write_ring(memory, after, new, key_mask, local)
-    if local is None or not local.joint:
+        _write_ring(memory, after, new, key_mask, field)
+    if field is None or not field.joint:
         state = memory.state.merge(summarize(new.k_far, new.v, key_mask=key_mask, **options))
     else:
-        first = after.first(local)[:, None]
+        first = after.first(field)[:, None]
         gone = (position < first) & ~after.is_sink(position)
         gone = gone if key_mask is None else gone & key_mask
         left = summarize(new.k_far, new.v, key_mask=gone, **options)
@@ -66,11 +66,11 @@ def attend(
 ) -> tuple[Float[Tensor, "B H N E"], Memory]:
     """Causal attention of the new tokens to themselves and to all before, and the memory after."""
     memory = _prepared(core, memory, key_mask)
-    after, local = append(core, memory, new, constants, key_mask), core.local
+    after, field = append(core, memory, new, constants, key_mask), core.near
     near, linear = None, None
-    if local is not None:
-        near, far = _window(memory, after, new, constants, key_mask, local)
-        linear = far if local.joint else None
+    if field is not None:
+        near, far = _window(memory, after, new, constants, key_mask, field)
+        linear = far if field.joint else None
     if linear is None:
         out, _ = prefill(
             *(new.q_far, new.k_far, new.v, memory.state),
@@ -89,10 +89,10 @@ def attend(
 
 def with_pending(core: LLNAttention, memory: Memory, constants: Constants) -> Memory:
     """The same memory, ready for steps that fold a key each."""
-    local = core.local
-    if local is None or not local.joint or "pending_mean" in memory.tensors:
+    field = core.near
+    if field is None or not field.joint or "pending_mean" in memory.tensors:
         return memory
-    until = memory.position[:, None] - local.overlap
+    until = memory.position[:, None] - field.overlap
     waiting = _of_ring(core, memory, until, constants)
     pending = {"pending_log_mass": waiting.log_mass, "pending_mean": waiting.mean}
     return Memory({**memory.tensors, **pending}, memory.position)
@@ -100,12 +100,12 @@ def with_pending(core: LLNAttention, memory: Memory, constants: Constants) -> Me
 
 def _prepared(core: LLNAttention, memory: Memory, key_mask: Tensor | None) -> Memory:
     """With flags where there is a mask, and nothing pending: the state has all that left."""
-    memory = memory if key_mask is None else memory.with_mask(core.local)
-    if core.local is None or "pending_mean" not in memory.tensors:
+    memory = memory if key_mask is None else memory.with_mask(core.near)
+    if core.near is None or "pending_mean" not in memory.tensors:
         return memory
     tensors = dict(memory.tensors)
     waiting = State(tensors.pop("pending_log_mass"), tensors.pop("pending_mean"))
-    begins = memory.position % core.local.block == 0
+    begins = memory.position % core.near.block == 0
     merged = memory.state.merge(waiting)
     tensors["log_mass"] = merged.log_mass.where(begins[:, None, None], memory.state.log_mass)
     tensors["mean"] = merged.mean.where(begins[:, None, None, None], memory.state.mean)
@@ -123,7 +123,7 @@ def _positions(memory: Memory, new: Tokens, key_mask: Tensor | None) -> Int[Tens
 def _write_sinks(
     memory: Memory, after: Memory, new: Tokens, position: Tensor, key_mask: Tensor | None
 ) -> None:
-    """The first real tokens of each sample are its sinks."""
+    """Each of the first real tokens of a sample is a sink."""
     if "sink_k" not in memory.tensors:
         return
     rank = position
@@ -142,7 +142,7 @@ def _write_sinks(
 
 
 def _write_ring(
-    memory: Memory, after: Memory, new: Tokens, key_mask: Tensor | None, local: Local
+    memory: Memory, after: Memory, new: Tokens, key_mask: Tensor | None, field: Near
 ) -> None:
     """The last of the new tokens lie in the places of their positions."""
     ring = after.ring()
@@ -155,17 +155,17 @@ def _write_ring(
             after.tensors[name] = written.where(fresh[:, None, :, None], old)
     if key_mask is not None:
         real = key_mask[:, -tail:].gather(1, index)
-        inside = ring >= after.first(local)[:, None]
+        inside = ring >= after.first(field)[:, None]
         after.tensors["valid"] = real.where(fresh, memory.tensors["valid"]) & inside
 
 
 def _of_ring(
     core: LLNAttention, memory: Memory, until: Int[Tensor, "B 1"], constants: Constants
 ) -> State:
-    """The state of the near keys before a position that are no sinks."""
-    assert core.local is not None
+    """The state of the near keys before a position, each of them no sink."""
+    assert core.near is not None
     ring = memory.ring()
-    wanted = memory.near(core.local) & (ring < until) & ~memory.is_sink(ring)
+    wanted = memory.near(core.near) & (ring < until) & ~memory.is_sink(ring)
     return summarize(*memory.far_keys(), beta=constants.beta, key_mask=wanted, impl=core.impl)
 
 
@@ -175,25 +175,25 @@ def _window(
     new: Tokens,
     constants: Constants,
     key_mask: Tensor | None,
-    local: Local,
+    field: Near,
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
     """Near attention, and under one normaliser the far one: outputs and logarithms."""
-    line = _Line(memory, new, key_mask, local)
+    line = _Line(memory, new, key_mask, field)
     values, valid = line.join("near_v", new.v), line.valid(key_mask)
-    grid, origin = (local.block, local.overlap), -local.overlap % local.block
+    grid, origin = (field.block, field.overlap), field.origin
     none = new.k[:, :, :0], new.v[:, :, :0], line.index[:, :0]
-    sinks, is_sink = none, None
-    if local.sinks:
-        position = after.sinks()
+    always, is_sink = none, None
+    if "sink_k" in after.tensors:
+        position = after.sink_positions()
         position = (position - line.first).masked_fill(position == NOWHERE, NOWHERE)
-        sinks = after.tensors["sink_k"].to(new.k), after.tensors["sink_v"].to(new.v), position
+        always = after.tensors["sink_k"].to(new.k), after.tensors["sink_v"].to(new.v), position
         is_sink = after.is_sink(line.position)
     near = near_op(
-        *(line.queries(new.q), line.join("near_k", new.k), values, *sinks, valid, None),
-        *(*grid, local.scale, origin, True),
+        *(line.queries(new.q), line.join("near_k", new.k), values, *always, valid, None),
+        *(*grid, field.scale, origin, True),
     )
     near = line.back(near[0], 0), line.back(near[1], -torch.inf)
-    if not local.joint:
+    if not field.joint:
         return near, None
     name = "near_features" if "near_features" in memory.tensors else "near_k"
     scales = (x.expand(len(values), -1) for x in (constants.alpha, constants.beta))
@@ -208,11 +208,11 @@ def _window(
 class _Line:
     """Ring and new tokens of every sample in the order of positions, from its window's start on."""
 
-    def __init__(self, memory: Memory, new: Tokens, key_mask: Tensor | None, local: Local) -> None:
-        self.memory, self.width = memory, local.block + local.overlap
+    def __init__(self, memory: Memory, new: Tokens, key_mask: Tensor | None, field: Near) -> None:
+        self.memory, self.width = memory, field.ring
         total = self.width + new.k.shape[2]
         place = torch.arange(total, device=new.k.device)
-        self.first = memory.first(local)[:, None]
+        self.first = memory.first(field)[:, None]
         self.position = self.first + place
         self.own = _positions(memory, new, key_mask)
         past = self.position < memory.position[:, None]

@@ -20,7 +20,7 @@ from lln.hf.softmax import kept_keys, softmax_heads_of
 from lln.nn import LLNAttention
 from lln.ops.linear.state import State
 from lln.ops.window.eager_near_far import NOWHERE
-from lln.ops.window.local import Local
+from lln.ops.window.near import Near
 from lln.protocols import compute_dtype
 
 
@@ -53,14 +53,14 @@ class Memory:
         options = {"dtype": compute_dtype(k_far, v), "device": v.device}
         state = State.empty(batch, key_heads, slots, v.shape[3], **options)
         made = {"log_mass": state.log_mass, "mean": state.mean}
-        local, heads = core.local, softmax_heads_of(core)
-        if local is not None:
-            width = local.block + local.overlap
+        field, heads = core.near, softmax_heads_of(core)
+        if field is not None:
+            width = field.ring
             made |= {"near_k": room(k, width), "near_v": room(v, width)}
-            if local.joint and core.has_features:
+            if field.joint and core.has_features:
                 made["near_features"] = room(k_far, width)
-            if local.sinks:
-                made |= {"sink_k": room(k, local.sinks), "sink_v": room(v, local.sinks)}
+            if field.sinks:
+                made |= {"sink_k": room(k, field.sinks), "sink_v": room(v, field.sinks)}
         if core.conv:
             made["last"] = room(v, core.conv - 1)
         if heads:
@@ -83,11 +83,11 @@ class Memory:
         changed = {name: change(x) for name, x in self.tensors.items()}
         return Memory(changed, change(self.position))
 
-    def with_mask(self, local: Local | None) -> Memory:
+    def with_mask(self, field: Near | None) -> Memory:
         """The same memory, which also knows what is valid; all was, so far."""
-        if self.masked or local is None:
+        if self.masked or field is None:
             return self
-        added = {"valid": self.near(local)}
+        added = {"valid": self.near(field)}
         if "sink_k" in self.tensors:
             own = torch.arange(self.tensors["sink_k"].shape[2], device=self.position.device)
             added["sink_position"] = own.where(own < self.position[:, None], NOWHERE)
@@ -105,27 +105,27 @@ class Memory:
         """Move on by one token; padding before the first real one does not count."""
         self.position.add_(1 if key_mask is None else key_mask[:, 0] | (self.position > 0))
 
-    def first(self, local: Local) -> Int[Tensor, " B"]:
+    def first(self, field: Near) -> Int[Tensor, " B"]:
         """Where the window of the open block begins; negative if before the first token."""
-        return self.position - self.position % local.block - local.overlap
+        return field.first(self.position)
 
     def ring(self) -> Int[Tensor, "B W"]:
         """The position of the last token that each place of the ring may hold; negative: none."""
         width, last = self.tensors["near_k"].shape[2], self.position[:, None] - 1
         return last - (last - torch.arange(width, device=last.device)) % width
 
-    def near(self, local: Local) -> Bool[Tensor, "B W"]:
+    def near(self, field: Near) -> Bool[Tensor, "B W"]:
         """Which places of the ring hold real keys of the open block's window."""
         if self.masked:
             return self.tensors["valid"]
-        return self.ring() >= self.first(local).clamp(min=0)[:, None]
+        return self.ring() >= self.first(field).clamp(min=0)[:, None]
 
     def far_keys(self) -> tuple[Float[Tensor, "B Hkv W S"], Float[Tensor, "B Hkv W E"]]:
         """What LLN sees of the keys in the ring, and their values."""
         features = self.tensors.get("near_features", self.tensors["near_k"])
         return features, self.tensors["near_v"]
 
-    def sinks(self) -> Int[Tensor, "#B n"]:
+    def sink_positions(self) -> Int[Tensor, "#B n"]:
         """Where the sinks stand, or will; NOWHERE if a mask decides."""
         if "sink_position" in self.tensors:
             return self.tensors["sink_position"]
@@ -137,7 +137,7 @@ class Memory:
             return torch.zeros_like(position, dtype=torch.bool)
         if not self.masked:
             return position < self.tensors["sink_k"].shape[2]
-        return (self.sinks()[:, :, None] == position[:, None]).any(1)
+        return (self.sink_positions()[:, :, None] == position[:, None]).any(1)
 
 
 def empty_like(tensors: dict[str, Tensor], rows: int) -> dict[str, Tensor]:

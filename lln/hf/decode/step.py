@@ -23,7 +23,7 @@ from lln.ops.linear.eager_state import merge
 from lln.ops.linear.summarize import summarize
 from lln.ops.taps.convolution import convolve_next, last_values
 from lln.ops.window.eager_near_far import NOWHERE
-from lln.ops.window.local import Local
+from lln.ops.window.near import Near
 from lln.protocols import Call
 
 Part = tuple[Tensor, Tensor, Tensor | None]
@@ -66,7 +66,7 @@ def write_(buffer: Tensor, new: Tensor, place: Int[Tensor, " B"]) -> Tensor:
 
 def _has_kernel(core: LLNAttention, memory: Memory, new: Tokens) -> bool:
     """Whether near and far keys are under one normaliser, and a kernel takes them."""
-    if core.local is None or not core.local.joint or core.impl not in (None, "triton"):
+    if core.near is None or not core.near.joint or core.impl not in (None, "triton"):
         return False
     if torch.compiler.is_compiling():  # it writes in place, unknown to a tracer
         return False
@@ -84,7 +84,7 @@ def _by_kernel(
         alpha=constants.alpha.contiguous(),
         beta=constants.beta.contiguous(),
         gamma=constants.gamma.contiguous(),
-        local=core.local,
+        local=core.near,
     )
 
 
@@ -101,17 +101,17 @@ class _Step:
         self.folds = "pending_mean" in memory.tensors
 
     def attend_(self, core: LLNAttention) -> Float[Tensor, "B H 1 E"]:
-        local = core.local
-        near = None if local is None else softmax_over(self.new.q, self._near(local), local.scale)
-        if local is not None and local.joint:
+        field = core.near
+        near = None if field is None else softmax_over(self.new.q, self._near(field), core.scale)
+        if field is not None and field.joint:
             if self.folds:
-                self._leave_one_by_one(local)
-            linear = self._read() if self._has_far(local) else None
+                self._leave_one_by_one(field)
+            linear = self._read() if self._has_far(field) else None
         else:
             linear = self._join_and_read(core)
-        leaves = local is not None and local.joint and not self.folds
-        if local is not None and (leaves or self.key_mask is not None):
-            self._end_block(local)
+        leaves = field is not None and field.joint and not self.folds
+        if field is not None and (leaves or self.key_mask is not None):
+            self._end_block(field)
         return self._together(near, linear)
 
     def _together(
@@ -130,39 +130,39 @@ class _Step:
             share = share.nan_to_num(0)  # neither near nor far keys: padding
         return torch.lerp(linear[0], near[0], share[..., None])
 
-    def _near(self, local: Local) -> list[Part]:
+    def _near(self, field: Near) -> list[Part]:
         """The keys of the window, in which the token is now, and the sinks before it."""
-        width = local.block + local.overlap
+        width = field.ring
         place = self.position % width
         new, found = self.new, self.tensors
         keys, values = write_(found["near_k"], new.k, place), write_(found["near_v"], new.v, place)
         if "near_features" in found:
             write_(found["near_features"], new.k_far, place)
-        first = self.memory.first(local)[:, None]
+        first = self.memory.first(field)[:, None]
         if self.key_mask is None:
             places = torch.arange(width, device=place.device)
             position = self.position[:, None]
             seen = position - (position - places) % width >= first.clamp(min=0)
         else:
             seen = found["valid"].scatter_(1, place[:, None], self.key_mask)
-        if not local.sinks:
+        if not field.sinks:
             return [(keys, values, seen)]
-        self._write_sinks(local)
-        sinks = found["sink_k"], found["sink_v"], self.memory.sinks() < first
+        self._write_sinks(field)
+        sinks = found["sink_k"], found["sink_v"], self.memory.sink_positions() < first
         return [(keys, values, seen), sinks]
 
-    def _some_begin(self, local: Local, later: int = 0) -> bool:
+    def _some_begin(self, field: Near, later: int = 0) -> bool:
         """Whether a block of some sample begins, now or with a later token.
 
         True also where the host may not look: steps that fold are those of graphs, too.
         """
         if self.folds or not may_look_at(self.position):
             return True
-        return bool(((self.position + later) % local.block == 0).any())
+        return bool(((self.position + later) % field.block == 0).any())
 
-    def _write_sinks(self, local: Local) -> None:
+    def _write_sinks(self, field: Near) -> None:
         """The first real tokens of each sample are its sinks."""
-        own, position = torch.arange(local.sinks, device=self.position.device), self.position
+        own, position = torch.arange(field.sinks, device=self.position.device), self.position
         here = own == position[:, None]
         if self.key_mask is not None:
             stands = self.tensors["sink_position"]
@@ -175,19 +175,19 @@ class _Step:
             sink = self.tensors[name]
             sink.copy_(torch.where(here[:, None, :, None], x.to(sink.dtype), sink))
 
-    def _has_far(self, local: Local) -> bool:
+    def _has_far(self, field: Near) -> bool:
         """Whether there may be keys that left the window."""
         return True
 
-    def _end_block(self, local: Local) -> None:
+    def _end_block(self, field: Near) -> None:
         """Where the token ends a block, let those leave that are far from the next one."""
-        if not self._some_begin(local, 1):
+        if not self._some_begin(field, 1):
             return
         after = Memory(self.tensors, self.position + 1)
-        ring, first = after.ring(), after.first(local)[:, None]
-        if local.joint and not self.folds:
-            gone = (ring >= (first - local.block).clamp(min=0)) & (ring < first)
-            gone = gone & (after.position % local.block == 0)[:, None] & ~after.is_sink(ring)
+        ring, first = after.ring(), after.first(field)[:, None]
+        if field.joint and not self.folds:
+            gone = (ring >= (first - field.block).clamp(min=0)) & (ring < first)
+            gone = gone & (after.position % field.block == 0)[:, None] & ~after.is_sink(ring)
             gone = gone if self.key_mask is None else gone & self.tensors["valid"]
             left = summarize(*after.far_keys(), beta=self.constants.beta, key_mask=gone)
             state = after.state.merge(left)
@@ -196,16 +196,16 @@ class _Step:
         if self.key_mask is not None:
             self.tensors["valid"].logical_and_(ring >= first)
 
-    def _leave_one_by_one(self, local: Local) -> None:
+    def _leave_one_by_one(self, field: Near) -> None:
         """Fold one more key, and let all that were folded leave where a block begins."""
-        if self._some_begin(local):
-            self._merge(self.position % local.block == 0)
-        leaving, k_far, v = self.position - local.overlap, self.new.k_far, self.new.v
-        place = leaving % (local.block + local.overlap)
-        if local.overlap:
+        if self._some_begin(field):
+            self._merge(self.position % field.block == 0)
+        leaving, k_far, v = self.position - field.overlap, self.new.k_far, self.new.v
+        place = leaving % field.ring
+        if field.overlap:
             k_far, v = (_one(x, place).to(v.dtype) for x in self.memory.far_keys())
         if self.key_mask is None:
-            wanted = leaving >= local.sinks
+            wanted = leaving >= field.sinks
         else:
             real = self.tensors["valid"].gather(1, place[:, None])  # none before the first token
             wanted = (real & ~self.memory.is_sink(leaving[:, None]))[:, 0]
@@ -268,34 +268,34 @@ class _Together(_Step):
         super().__init__(memory, new, constants, None)
         self.count = count
 
-    def _near(self, local: Local) -> list[Part]:
-        found, new, width = self.tensors, self.new, local.block + local.overlap
-        place, first = self.count % width, self._first(local)
+    def _near(self, field: Near) -> list[Part]:
+        found, new, width = self.tensors, self.new, field.ring
+        place, first = self.count % width, self._first(field)
         for name, x in (("near_k", new.k), ("near_v", new.v), ("near_features", new.k_far)):
             if name in found:
                 found[name][:, :, place] = x[:, :, 0].to(found[name].dtype)
-        if self.count < local.sinks:
+        if self.count < field.sinks:
             found["sink_k"][:, :, self.count] = new.k[:, :, 0].to(found["sink_k"].dtype)
             found["sink_v"][:, :, self.count] = new.v[:, :, 0].to(found["sink_v"].dtype)
         start, stop = max(first, 0) % width, place + 1
         pieces = [(start, stop)] if start < stop else [(start, width), (0, stop)]
         ring, sinks = ("near_k", "near_v"), ("sink_k", "sink_v")
         taken = [(ring, *piece) for piece in pieces]
-        if min(local.sinks, first) > 0:
-            taken.append((sinks, 0, min(local.sinks, first)))
+        if min(field.sinks, first) > 0:
+            taken.append((sinks, 0, min(field.sinks, first)))
         return [
             (found[k][:, :, begin:end], found[v][:, :, begin:end], None)
             for (k, v), begin, end in taken
         ]
 
-    def _has_far(self, local: Local) -> bool:
-        return self._first(local) > local.sinks
+    def _has_far(self, field: Near) -> bool:
+        return self._first(field) > field.sinks
 
-    def _some_begin(self, local: Local, later: int = 0) -> bool:
-        return (self.count + later) % local.block == 0
+    def _some_begin(self, field: Near, later: int = 0) -> bool:
+        return (self.count + later) % field.block == 0
 
-    def _first(self, local: Local) -> int:
-        return self.count - self.count % local.block - local.overlap
+    def _first(self, field: Near) -> int:
+        return field.first(self.count)
 
 
 def softmax_over(

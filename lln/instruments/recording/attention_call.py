@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -39,6 +38,7 @@ from lln.ops.causal.causal import causal
 from lln.ops.linear.bidirectional import bidirectional
 from lln.ops.reference import near_field, repeat_heads
 from lln.ops.window.eager_near_far import near_share_of
+from lln.ops.window.near import Near
 from lln.ops.window.near_far import near
 from lln.protocols import compute_dtype
 
@@ -68,19 +68,11 @@ class Branches:
     """
 
     v: Float[Tensor, "S Hkv M E"]
-    block: int
-    scale: float
+    near: Near
     mix: Float[Tensor, " H"] | None = None
-    overlap: int = 0
-    sinks: int = 0
     q: Float[Tensor, "S H N Dq"] | None = None
     k: Float[Tensor, "S Hkv M Dq"] | None = None
     gamma: Float[Tensor, "S H"] | None = None
-
-    @property
-    def window(self) -> dict[str, Any]:
-        """Arguments of the ops."""
-        return {"block": self.block, "overlap": self.overlap, "sinks": self.sinks}
 
 
 @dataclass(frozen=True)
@@ -304,11 +296,12 @@ class AttentionCall:
         queries, keys = self.tokens[sample], self.keys[sample]
         near_q = both.q[sample, heads][:, queries].double()
         near_k = repeat_heads(both.k[sample, None], self.heads)[0, heads][:, keys].double()
-        exact = both.scale * near_q @ near_k.mT
+        assert both.near.scale is not None
+        exact = both.near.scale * near_q @ near_k.mT
         mask = None if self.key_mask is None else self.key_mask[sample, None]
         sizes = self.q.shape[2], self.k.shape[2]
         is_near = near_field(
-            *sizes, **both.window, key_mask=mask, is_causal=self.is_causal, device=q.device
+            *sizes, both.near, key_mask=mask, is_causal=self.is_causal, device=q.device
         )[0, 0][queries][:, keys]
         return torch.where(is_near, exact, far)
 
@@ -321,10 +314,10 @@ class AttentionCall:
         if both is None or both.gamma is None or both.q is None or both.k is None:
             return None
         ones = torch.ones_like(both.v[..., :1])
-        options = {"scale": both.scale, "key_mask": self.key_mask, "is_causal": self.is_causal}
+        options = {"key_mask": self.key_mask, "is_causal": self.is_causal}
         share = near_share_of(
             both.q, both.k, ones, q_far=self.q, k_far=self.k, alpha=self.alpha, beta=self.beta,
-            gamma=both.gamma, **both.window, **options,
+            gamma=both.gamma, **both.near.options, **options,
         )  # fmt: skip
         counted = self.tokens[:, None].to(share.dtype)
         return self.without_kept((share * counted).sum(-1) / counted.sum(-1).clamp(min=1))
@@ -345,8 +338,8 @@ class AttentionCall:
         linear = op(self.q, self.k, v, alpha=self.alpha, beta=self.beta, **shared)
         q = self.q if self.branches.q is None else self.branches.q
         k = self.k if self.branches.k is None else self.branches.k
-        window = {"scale": self.branches.scale, **self.branches.window}
-        local = near(q, k, v, **window, is_causal=self.is_causal, **shared)
+        options = {"near": self.branches.near, "is_causal": self.is_causal}
+        local = near(q, k, v, **options, **shared)
         weight = 0.5 if self.branches.mix is None else self.branches.mix
         counted = self.tokens[:, None, :, None]
         norms = [(out * counted).norm(dim=(-2, -1)) for out in (linear, local)]

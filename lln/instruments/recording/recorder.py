@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from lln.instruments.recording.attention_call import AttentionCall, Branches, readable
 from lln.instruments.recording.masks import MaskMeaning, read_sdpa_mask
 from lln.ops.dispatch import IMPLEMENTATIONS
+from lln.ops.window.near import Near
 
 LLN_OPS = (
     *("bidirectional", "causal", "block_causal", "lln_diag", "near_far"),
@@ -167,11 +168,8 @@ class _Recorder:
             gamma = local.get("gamma")
             branches = Branches(
                 readable(v, n),
-                local["block"],
-                local["scale"],
+                Near.of_op(local),
                 mix,
-                overlap=local.get("overlap", 0),
-                sinks=local.get("sinks", 0),
                 q=readable(q, n),
                 k=readable(k, n),
                 gamma=None if gamma is None else readable(gamma, n),

@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 _REMEDIES = {
     "attn_mask": "linear attention never forms the scores it would act on. Possible are key_mask "
-    "(ignore keys), is_causal=True, diag_block (a local softmax branch) and attention_varlen "
+    "(ignore keys), is_causal=True, near=64 (softmax among neighbours) and attention_varlen "
     "(packed sequences)",
     "dropout_p": "a function has no training mode to drop in; lln.nn.LLNAttention(..., dropout=) "
     "drops attention weights while training",
@@ -103,16 +103,18 @@ def check_heads(q: Tensor, key_heads: int, width: int) -> None:
         raise ValueError(f"q has width {q.shape[3]} but the keys have {width}; they must be equal")
 
 
-def check_features(
-    q: Tensor, k: Tensor, q_features: Tensor | None, k_features: Tensor | None, alpha: object
-) -> None:
-    """Both features or neither, of one width, for the tokens and heads of q and k, with scales."""
-    if q_features is None and k_features is None:
-        return
-    if q_features is None or k_features is None:
-        missing = "q_features" if q_features is None else "k_features"
-        raise ValueError(f"{missing} is missing; pass q_features and k_features, or neither")
-    for name, x, like in (("q_features", q_features, q), ("k_features", k_features, k)):
+def read_features(
+    q: Tensor, k: Tensor, features: tuple[Tensor, Tensor] | None, alpha: object
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Features of q and of k, of one width, for their tokens and heads, with scales; or neither."""
+    if features is None:
+        return None, None
+    if not isinstance(features, (tuple, list)) or len(features) != 2:
+        raise TypeError(
+            f"features is a {type(features).__name__}; pass a pair, those of q and those of k"
+        )
+    q_features, k_features = autocast(*features)
+    for name, x, like in (("features[0]", q_features, q), ("features[1]", k_features, k)):
         check_floating(name, x)
         check_alike(name, x, "q", q)
         if x.dim() != 4 or x.shape[:3] != like.shape[:3]:
@@ -122,15 +124,16 @@ def check_features(
             )
     if q_features.shape[-1] != k_features.shape[-1]:
         raise ValueError(
-            f"q_features has {q_features.shape[-1]} slots, k_features {k_features.shape[-1]}; "
+            f"features of q have {q_features.shape[-1]} slots, of k {k_features.shape[-1]}; "
             "they must be equal"
         )
     if alpha is None:
         raise ValueError(
-            "q_features and k_features need alpha and beta: what is matched from q and k does not "
-            "hold for features of your own; pass numbers, e.g. 1.0 if they are scaled already, or "
-            "those of lln.moments.match_features"
+            "features need alpha and beta: what is matched from q and k does not hold for features "
+            "of your own; pass numbers, e.g. 1.0 if they are scaled already, or those of "
+            "lln.moments.match_features"
         )
+    return q_features, k_features
 
 
 def check_features_alone(q_features: Tensor, k_features: Tensor) -> None:
@@ -197,7 +200,7 @@ def check_mask(name: str, mask: Tensor | None, batch: int, tokens: int, like: Te
         if mask.dim() >= 3 or (mask.dim() == 2 and mask.shape[0] == mask.shape[1] == tokens):
             hint = (
                 "; a mask per query-key pair cannot be applied in linear time: "
-                "use is_causal=True for a triangle, diag_block for blocks, "
+                "use is_causal=True for a triangle, near for blocks, "
                 "attention_varlen for packed sequences"
             )
         raise ValueError(

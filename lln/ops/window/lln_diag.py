@@ -10,13 +10,12 @@ from torch import Tensor
 from lln.ops import triton
 from lln.ops.dispatch import choose
 from lln.ops.taps.convolution import MOST_TAPS, convolve_tokens
+from lln.ops.window.near import Near
 from lln.protocols import Call
 
 #: What an implementation must have for an option that is given.
 NEEDS = {
     "mix": "learned_mix",
-    "overlap": "windows",
-    "sinks": "windows",
     "q_far": "features",
     "k_far": "features",
     "slot_dropout": "dropout",
@@ -31,10 +30,7 @@ def lln_diag(
     *,
     alpha: Float[Tensor, "B H"],
     beta: Float[Tensor, "B Hkv"],
-    block: int,
-    scale: float,
-    overlap: int = 0,
-    sinks: int = 0,
+    near: Near,
     key_mask: Bool[Tensor, "B M"] | None = None,
     is_causal: bool = False,
     causal_block: int | None = None,
@@ -50,8 +46,7 @@ def lln_diag(
 
     Args:
         causal_block: Let causal queries see all of their block of this many positions, a multiple
-            of ``block``; without overlap and sinks.
-        overlap, sinks: Keys beyond its block that a query sees, as in :func:`near_far`.
+            of the near field's; without overlap and sinks.
         mix: Weight of the LLN branch per head; None is the paper's average, 0.5.
         q_far, k_far: What the LLN branch sees instead of q and k, of any width S.
         conv: Filters of the values over their tokens, whose result is added to the output as
@@ -63,8 +58,6 @@ def lln_diag(
     """
     given = {
         "mix": mix,
-        "overlap": overlap or None,
-        "sinks": sinks or None,
         "q_far": q_far,
         "k_far": k_far,
         "slot_dropout": slot_dropout,
@@ -72,10 +65,9 @@ def lln_diag(
         "causal_block": causal_block,
     }
     extra: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    needs = frozenset([NEEDS[name] for name in extra if name in NEEDS])
+    needs = near.needs.union(NEEDS[name] for name in extra if name in NEEDS)
     seen = q if q_far is None else q_far, k if k_far is None else k_far
-    window = block, overlap, sinks
-    call = Call("lln_diag", *seen, v, needs, is_causal, *window, causal_block=causal_block)
+    call = Call("lln_diag", *seen, v, needs, is_causal, *near.window, causal_block=causal_block)
     chosen = choose(call, impl)
     fused = conv is not None and chosen is triton and not is_causal and conv.shape[1] <= MOST_TAPS
     if fused:
@@ -86,10 +78,9 @@ def lln_diag(
         v,
         alpha=alpha,
         beta=beta,
-        block=block,
-        scale=scale,
         key_mask=key_mask,
         is_causal=is_causal,
+        **near.at(q.shape[-1]).options,
         **extra,
     )
     if conv is None or fused:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lln.ops.dispatch import choose
 from lln.ops.window.block_diagonal import block_diagonal
+from lln.ops.window.near import Near
 from lln.protocols import Call
 
 
@@ -20,10 +21,7 @@ def near_far(
     alpha: Float[Tensor, "B H"],
     beta: Float[Tensor, "B Hkv"],
     gamma: Float[Tensor, "B H"],
-    block: int,
-    scale: float,
-    overlap: int = 0,
-    sinks: int = 0,
+    near: Near,
     q_far: Float[Tensor, "B H N S"] | None = None,
     k_far: Float[Tensor, "B Hkv M S"] | None = None,
     key_mask: Bool[Tensor, "B M"] | None = None,
@@ -59,7 +57,7 @@ def near_far(
     dropout = slot_dropout is not None or probability_dropout is not None or near_kept is not None
     needs = {"dropout"} if dropout else set()
     slots = (q if q_far is None else q_far).shape[-1]
-    call = Call("near_far", q, k, v, frozenset(needs), is_causal, block, overlap, sinks, slots)
+    call = Call("near_far", q, k, v, frozenset(needs), is_causal, *near.window, slots)
     given = {
         "slot_dropout": slot_dropout,
         "probability_dropout": probability_dropout,
@@ -74,12 +72,9 @@ def near_far(
         alpha=alpha,
         beta=beta,
         gamma=gamma,
-        block=block,
-        scale=scale,
-        overlap=overlap,
-        sinks=sinks,
         key_mask=key_mask,
         is_causal=is_causal,
+        **near.at(q.shape[-1]).options,
         **{name: x for name, x in given.items() if x is not None},
     )
 
@@ -89,10 +84,7 @@ def near(
     k: Float[Tensor, "B Hkv M D"],
     v: Float[Tensor, "B Hkv M E"],
     *,
-    block: int,
-    scale: float,
-    overlap: int = 0,
-    sinks: int = 0,
+    near: Near,
     key_mask: Bool[Tensor, "B M"] | None = None,
     is_causal: bool = False,
     probability_dropout: Float[Tensor, "B H N W"] | None = None,
@@ -102,12 +94,12 @@ def near(
 
     Without overlap and sinks it is :func:`lln.ops.window.block_diagonal.block_diagonal`.
     """
-    options: dict[str, Any] = {"block": block, "scale": scale, "key_mask": key_mask}
-    options |= {"is_causal": is_causal, "probability_dropout": probability_dropout}
-    if not overlap and not sinks:
-        return block_diagonal(q, k, v, **options, impl=impl)
-    if probability_dropout is None:
-        del options["probability_dropout"]
+    near = near.at(q.shape[-1])
+    options: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal}
+    if probability_dropout is not None:
+        options["probability_dropout"] = probability_dropout
+    if not near.needs:
+        return block_diagonal(q, k, v, **near.blocks, **options, impl=impl)
     needs = frozenset({"dropout"} if probability_dropout is not None else ())
-    call = Call("near", q, k, v, needs, is_causal, block, overlap, sinks)
-    return choose(call, impl).near(q, k, v, overlap=overlap, sinks=sinks, **options)
+    call = Call("near", q, k, v, needs, is_causal, *near.window)
+    return choose(call, impl).near(q, k, v, **near.options, **options)

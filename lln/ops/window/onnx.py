@@ -1,4 +1,4 @@
-"""The two branches of ``mix="joint"`` as nodes: near keys in windows, far keys by LLN.
+"""The two branches as nodes: near keys in windows, far keys by LLN.
 
 See :mod:`lln.ops.window.eager_near` and :mod:`lln.ops.window.eager_far`. Keys are those of the
 whole sequence, from the first one on; queries of the far branch are those of the same tokens.
@@ -121,8 +121,8 @@ def far(
     _check(origin, dropout)
     if q.shape[2] != k.shape[2]:
         raise ValueError(
-            "mix='joint' and causal_block are exported for whole sequences, queries and keys of "
-            "the same tokens"
+            "near and far keys, and causal_block, are exported for whole sequences, queries and "
+            "keys of the same tokens"
         )
     inputs, heads = (q, k, v), k.shape[1]
     after, none = missing(length(q), block), (log_mass, mean)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lln.ops import triton as kernels
 from lln.ops.common.kernels import tiles
-from lln.ops.window.local import Local
+from lln.ops.window.near import Near
 from lln.records import machine, saved
 from lln.records.rows import Row
 from lln.report.progress import counting
@@ -209,7 +209,7 @@ def _decode(case: ResourceCase, length: int) -> Launched:
 def _next_token(case: ResourceCase, length: int) -> Launched:
     """A step of serving, with windows that overlap, sinks and twice as many slots as values."""
     q, k, v = (x.detach() for x in case.tokens(1, HEADS, 1))
-    local = Local(block=128, overlap=128, sinks=4, scale=0.125, joint=True)
+    local = Near(128, overlap=128, sinks=4, scale=0.125, joint=True)
     slots = 2 * case.D
     far = q.new_empty((1, HEADS, 1, slots))
     memory = {

@@ -14,6 +14,7 @@ from torch import Tensor
 from lln import moments
 from lln.moments.slots import first_map, slot_factor
 from lln.ops import reference
+from lln.ops.window.near import Near
 from lln.records.rows import Row
 from lln_study.paper.figures.inputs import gaussian, spread
 from lln_study.paper.figures.questions import main
@@ -49,9 +50,9 @@ def _rows_of_both(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Evenly spaced rows of softmax's matrix and of the joint one, and which keys are near."""
     tokens, scale = q.shape[2], q.shape[3] ** -0.5
     alpha, beta = moments.measure_scales(q, k, method="entropy")
-    gamma = moments.match_level(q, k, alpha=alpha, beta=beta, block=BLOCK)
+    gamma = moments.match_level(q, k, alpha=alpha, beta=beta, near=BLOCK)
     index = torch.arange(0, tokens, max(1, tokens // ROWS))
-    near = reference.near_field(tokens, tokens, block=BLOCK)[0, 0][index]
+    near = reference.near_field(tokens, tokens, Near(BLOCK))[0, 0][index]
     exact = reference.softmax_scores(q[:, :, index], k, scale=scale)[0, 0]
     linear = reference.lln_scores(q[:, :, index], k, alpha=alpha, beta=beta)[0, 0] + gamma[0, 0]
     joint = torch.where(near, exact, linear)

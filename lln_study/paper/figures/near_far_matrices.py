@@ -23,6 +23,7 @@ from lln.inspect.run import calls_of, read_text
 from lln.instruments import entropy
 from lln.instruments.recording.attention_call import AttentionCall
 from lln.ops import reference
+from lln.ops.window.near import Near
 from lln.records import machine, saved
 from lln.records.rows import Row
 from lln.report.matrices import Matrix, matrices
@@ -38,7 +39,7 @@ def forms(
     k = reference.repeat_heads(k, q.shape[1])
     scale = q.shape[-1] ** -0.5
     alpha, beta = moments.measure_scales(q, k, method="entropy")
-    gamma = moments.match_level(q, k, alpha=alpha, beta=beta, block=block)
+    gamma = moments.match_level(q, k, alpha=alpha, beta=beta, near=block)
     linear = reference.lln_matrix(q, k, alpha=alpha, beta=beta)
     near = reference.block_diagonal_matrix(q, k, block=block, scale=scale)
     joint = reference.near_far_matrix(
@@ -56,7 +57,7 @@ def head_rows(calls: Sequence[AttentionCall], *, block: int) -> Iterator[Row]:
     """
     for call in calls:
         found = forms(call.q[:1], call.k[:1], block=block)
-        near = reference.near_field(found.shape[2], found.shape[3], block=block)[0, 0]
+        near = reference.near_field(found.shape[2], found.shape[3], Near(block))[0, 0]
         for head in range(call.heads):
             for form, p in zip(TITLES, found[:, head], strict=True):
                 yield {

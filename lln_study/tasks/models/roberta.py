@@ -13,7 +13,7 @@ from lln_study.data import tokens
 from lln_study.tasks.mlm_recipes import MLMConfig
 from lln_study.tasks.models import softmax, whole_layer
 
-BLOCKS = {"lln_diag": "diag_block", "block_diag": "block"}
+BLOCKS = {"lln_diag": "near", "block_diag": "block"}
 
 
 def build_model(config: MLMConfig, vocabulary: int) -> tuple[Any, int]:

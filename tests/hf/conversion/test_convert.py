@@ -21,7 +21,7 @@ from lln.hf.conversion.keep import (
 from tests.hf.conversion.loud import loud
 from tests.hf.tiny import make, padded, text
 
-SMALL = {"diag_block": 8, "slots": 16, "diag_overlap": 0}
+SMALL = {"near": lln.Near(8, overlap=0), "slots": 16}
 
 
 def batches(count: int = 6, tokens: int = 40):
@@ -197,7 +197,7 @@ def test_other_mechanisms_convert_too():
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_maps_of_other_papers_convert_too(kind, family):
     model = loud(family, "AutoModel" if family == "bert" else None)
-    options = {"feature_map": kind, "diag_block": 8, "diag_overlap": 0}
+    options = {"feature_map": kind, "near": lln.Near(8, joint=True)}
     done = lln.hf.convert(
         model, batches(), options=options, calibration=2, transfer_steps=20, recover_steps=0
     )
@@ -205,14 +205,14 @@ def test_maps_of_other_papers_convert_too(kind, family):
     assert all(errors["transfer"][n] < errors["calibrate"][n] for n in (0, 1))
     for core in (x for x in model.modules() if isinstance(x, lln.nn.LLNAttention)):
         assert all(scale.eq(1).all() for scale in core.scales())
-        start = lln.nn.LLNAttention(4, 8, mix="joint", statistics="fixed", **options)
+        start = lln.nn.LLNAttention(4, 8, statistics="fixed", **options)
         assert not torch.allclose(core.level.stored.value, start.level.stored.value, atol=1e-3)
         assert core.features.before_rotation == (family == "llama")
         assert (core.center is None) == (family == "llama")
 
 
 def test_maps_of_other_papers_are_calibrated_where_there_is_a_level():
-    ids, options = text(2, 20), {"diag_block": 8, "feature_map": "elu", "quiet": True}
+    ids, options = text(2, 20), {"near": 8, "feature_map": "elu", "quiet": True}
     joint, apart = make("llama"), make("llama")
     lln.hf.replace(joint, "lln_nearfar", **options)
     with pytest.raises(ValueError, match=r"call lln\.hf\.calibrate"):
@@ -230,8 +230,8 @@ def test_maps_of_other_papers_are_calibrated_where_there_is_a_level():
 def test_options_follow_the_model():
     assert usual_options(make("bert"))["slots"] == 64
     decoder = usual_options(make("llama"))
-    assert decoder["sinks"] == 4 and decoder["diag_overlap"] == 128
-    assert "sinks" not in usual_options(make("roberta"))
+    assert decoder["near"] == lln.Near(128, overlap=128, sinks=4, joint=True)
+    assert usual_options(make("roberta"))["near"] == lln.Near(128, joint=True)
 
 
 def test_maps_of_a_decoder_see_what_is_not_rotated_where_that_can_be_had():
@@ -297,7 +297,7 @@ def test_auto_keeps_by_measured_time():
         length=64,
     )  # fmt: skip
     assert done.kept == [0, 1]
-    core = lln.nn.LLNAttention(2, 8, diag_block=8, mix="learned")
+    core = lln.nn.LLNAttention(2, 8, near=8, mix="learned")
     assert all(x > 0 for x in time_of_layer(core, 64))
 
 
@@ -391,7 +391,7 @@ def test_learning_without_gradients_is_refused(mode):
     model = make("bert", head="AutoModel")
     with mode(), pytest.raises(ValueError, match=r"torch\.no_grad\(\) or torch\.inference_mode"):
         lln.hf.convert(model, batches(2), **STEPS)
-    lln.hf.replace(model, "lln_diag", quiet=True, learn_scale=True, diag_block=8)
+    lln.hf.replace(model, "lln_diag", quiet=True, learn_scale=True, near=8)
     with mode(), pytest.raises(ValueError, match=r"transfer learns.*torch\.no_grad"):
         lln.hf.transfer(model, batches(1))
     with mode(), pytest.raises(ValueError, match=r"recover learns.*torch\.no_grad"):
@@ -429,7 +429,7 @@ def trained_otherwise(seed=5):
     [
         ("model", "model"),
         ("batches", "batches"),
-        ({"options": {**SMALL, "diag_block": 4}}, r"options\.diag_block=8, not 4"),
+        ({"options": {**SMALL, "near": 4}}, r"options\.near=8, not 4"),
         ({"transfer_steps": 1}, "transfer_steps=2, not 1"),
         ({"recover_steps": 1}, "recover_steps=2, not 1"),
         ({"transfer_options": {"seed": 1}}, r"transfer_options\.seed=None, not 1"),

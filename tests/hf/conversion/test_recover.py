@@ -16,7 +16,7 @@ from tests.hf.tiny import padded, text
 
 slow = pytest.mark.slow
 
-OPTIONS = {"diag_block": 8, "feature_map": "learned", "learn_scale": True, "slots": 16}
+OPTIONS = {"near": 8, "feature_map": "learned", "learn_scale": True, "slots": 16}
 
 
 def pair(family, head=None):

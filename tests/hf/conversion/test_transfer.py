@@ -9,7 +9,7 @@ import lln.hf
 from lln.hf.conversion.stage import Stage
 from tests.hf.tiny import make, padded, text
 
-LEARNED = {"mix": "learned", "learn_scale": True, "diag_block": 8}
+LEARNED = {"mix": "learned", "learn_scale": True, "near": 8}
 
 
 def mean_error(rows, step: int) -> float:
@@ -163,7 +163,7 @@ def test_bad_requests_say_what_to_do():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_layers_in_half_precision_learn_as_others_do(dtype, conv):
     """The errors are nearly those of float32; in float16 Adam divided by zero."""
-    options = {"feature_map": "learned", "learn_scale": True, "slots": 16, "diag_block": 8}
+    options = {"feature_map": "learned", "learn_scale": True, "slots": 16, "near": 8}
     options |= {"statistics": "fixed", "conv": conv}
     found = []
     for each in (torch.float32, dtype):

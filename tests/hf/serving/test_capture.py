@@ -64,7 +64,7 @@ def test_a_step_waits_for_nothing_and_is_the_same_every_time(family, name, sampl
 
 def test_softmax_beside_it_waits_for_nothing_either():
     model = make("llama")
-    done = lln.hf.replace(model, "lln_nearfar", quiet=True, diag_block=4)
+    done = lln.hf.replace(model, "lln_nearfar", quiet=True, near=4)
     lln.hf.calibrate(model, [{"input_ids": text(4, 30, seed=5)}])
     done.keep_softmax([0])
     done.keep_softmax_heads({1: [1]})

@@ -13,13 +13,13 @@ from tests.hf.tiny import make, text
 MECHANISMS = {
     "lln": {},
     "lln normalised": {"normalize_keys": True},
-    "lln_diag": {"diag_block": 4},
-    "lln_diag learned": {"diag_block": 4, "conv": 5, "mix": "learned"},
-    "lln_diag windows": {"diag_block": 4, "diag_overlap": 3, "sinks": 2},
-    "lln_nearfar": {"diag_block": 4, "diag_overlap": 5, "sinks": 2, "center_keys": True},
-    "lln_nearfar no window": {"diag_block": 4, "diag_overlap": 0, "feature_map": "learned"},
+    "lln_diag": {"near": 4},
+    "lln_diag learned": {"near": 4, "conv": 5, "mix": "learned"},
+    "lln_diag windows": {"near": lln.Near(4, overlap=3, sinks=2)},
+    "lln_nearfar": {"near": lln.Near(4, overlap=5, sinks=2), "center_keys": True},
+    "lln_nearfar no window": {"near": lln.Near(4, overlap=0), "feature_map": "learned"},
     "lln_nearfar before": {
-        "diag_block": 4, "diag_overlap": 3, "sinks": 3, "feature_map": "learned",
+        "near": lln.Near(4, overlap=3, sinks=3), "feature_map": "learned",
         "before_rotation": True,
     },
 }  # fmt: skip
@@ -86,7 +86,7 @@ def test_sampled_streams_draw_as_generate_does_with_their_seed(options):
 
 def test_layers_and_heads_that_keep_softmax_have_room_for_the_longest_stream():
     model = make("llama").double()
-    done = lln.hf.replace(model, "lln_diag", quiet=True, diag_block=4)
+    done = lln.hf.replace(model, "lln_diag", quiet=True, near=4)
     lln.hf.calibrate(model, [{"input_ids": text(4, 30, seed=5)}])
     done.keep_softmax([0])
     done.keep_softmax_heads({1: [0, 3]})

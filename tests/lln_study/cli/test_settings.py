@@ -72,10 +72,10 @@ SAME = [
     ),
     (
         "vit",
-        "patch=2 side=16 steps=9 learning_rate=1e-3 options.diag_block=4 seed=2",
+        "patch=2 side=16 steps=9 learning_rate=1e-3 options.near=4 seed=2",
         lambda: vit.configure(
             "digits", patch=2, side=16, steps=9, learning_rate=1e-3, attention="lln_diag",
-            options={"diag_block": 4}, seed=2,
+            options={"near": 4}, seed=2,
         ),
     ),
     (
@@ -105,8 +105,8 @@ def _as_given(word: str) -> list[str]:
 def test_settings_are_typed_by_the_fields():
     start = mlm.configure("roberta-tiny")
     given = ["steps=5", "learning_rate=1", "compile=yes", "betas=[0.9, 0.95]", "corpus=none"]
-    given += ["batches=padded", "measures=entropy,temperature", "options.diag_block=[1]"]
-    changes = read_settings(given, start, options=["diag_block"])
+    given += ["batches=padded", "measures=entropy,temperature", "options.near=[1]"]
+    changes = read_settings(given, start, options=["near"])
     assert changes == {
         "steps": 5,
         "learning_rate": 1.0,
@@ -115,7 +115,7 @@ def test_settings_are_typed_by_the_fields():
         "corpus": None,
         "batches": "padded",
         "measures": ("entropy", "temperature"),
-        "options": {"diag_block": [1]},
+        "options": {"near": [1]},
     }
     assert type(changes["learning_rate"]) is float
     assert read_settings(["rates=5e-5,1e-4"], glue.configure("rte")) == {"rates": (5e-5, 1e-4)}
@@ -128,8 +128,8 @@ def test_settings_are_typed_by_the_fields():
     [
         ("step=5", "--set step=…: there is no such key; did you mean 'steps'?"),
         ("lerning_rate=5", "did you mean 'learning_rate'?"),
-        ("diag_block=5", "did you mean 'options.diag_block'?"),
-        ("options.diag_blok=5", "did you mean 'options.diag_block'?"),
+        ("near=5", "did you mean 'options.near'?"),
+        ("options.nea=5", "did you mean 'options.near'?"),
         ("qqqqqq=5", "there is no such key; there are accumulation, batch_size"),
         ("attention=elu", "--set attention=…: that is --attention"),
         ("steps=many", "--set steps=many: steps is a whole number"),
@@ -158,7 +158,7 @@ def test_the_keys_are_listed_with_their_values(name):
     done = CliRunner().invoke(app, ["train", name, *TASKS[name], "--set", "list"])
     listed = {line.split()[0]: " ".join(line.split()[1:]) for line in done.stdout.splitlines()}
     assert done.exit_code == 0 and listed["seed"] == "0" and "task" not in listed
-    assert ("options.diag_block" in listed) == (name != "glue")
+    assert ("options.near" in listed) == (name != "glue")
     if name == "mlm":
         assert listed["steps"] == "600" and listed["batches"] == "packed"
 

@@ -38,10 +38,10 @@ def test_errors_are_those_of_seeds_and_examples():
 
 def test_rows_with_other_options_are_claims_of_their_own(tmp_path):
     """The authors' blocks and the recommended setting do not pass for the paper's constants."""
-    small, test = {"diag_block": 16}, {"train": 9, "test": 2500}
+    small, test = {"near": 16}, {"train": 9, "test": 2500}
     rows = [vit("softmax", 0.7), vit("lln_diag", 0.8), vit("lln_diag", 0.9, options=small)]
     for task in AVERAGED:
-        for given, accuracy in (({}, 0.6), ({"diag_block": 32}, 0.65), (dict(RECOMMENDED), 0.75)):
+        for given, accuracy in (({}, 0.6), ({"near": 32}, 0.65), (dict(RECOMMENDED), 0.75)):
             rows.append(lra("lln_diag", task, accuracy, options=given, examples=test))
         rows.append(lra("softmax", task, 0.5, examples=test))
     write(tmp_path, rows)
@@ -60,7 +60,7 @@ def test_rows_with_other_options_are_claims_of_their_own(tmp_path):
 def test_a_fine_tuning_of_one_task_takes_nothing_from_the_others(page, tmp_path):
     for name in ("mlm", "glue"):
         rows = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
-        known = [row for row in rows if row["configuration"]["options"].get("diag_block") != 256]
+        known = [row for row in rows if row["configuration"]["options"].get("near") != 256]
         write(tmp_path, known, name)
         if name == "glue":
             before = [line for line in page(tmp_path).splitlines() if "GLUE" in line]

@@ -66,7 +66,7 @@ def test_the_screen_names_what_was_changed_and_what_diverged(tmp_path):
 
 
 def test_branches_that_differ_in_an_option_are_lines_of_their_own(tmp_path):
-    block = {"diag_block": 128}
+    block = {"near": 128}
     rows = [
         row("lln_nearfar", 4.0, options=block),
         row("lln_nearfar", 3.0, options={**block, "statistics": "fixed"}),

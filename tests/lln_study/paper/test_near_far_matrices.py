@@ -19,12 +19,12 @@ def test_the_forms_are_those_of_the_library():
     q, k = torch.randn(2, 1, 3, 40, 16, dtype=torch.float64).unbind()
     eye = torch.eye(40, dtype=torch.float64).expand(1, 3, 40, 40)
     alpha, beta = moments.measure_scales(q, k, method="entropy")
-    blocks = {"alpha": alpha, "beta": beta, "diag_block": 8}
+    blocks = {"alpha": alpha, "beta": beta, "near": 8}
     expected = {
         "softmax": torch.nn.functional.scaled_dot_product_attention(q, k, eye),
         "LLN": lln.attention(q, k, eye, alpha=alpha, beta=beta),
         "LLN+Diag": lln.attention(q, k, eye, **blocks),
-        "near and far": lln.attention(q, k, eye, mix="joint", **blocks),
+        "near and far": lln.attention(q, k, eye, **{**blocks, "near": lln.Near(8, joint=True)}),
     }
     found = forms(q, k, block=8)
     assert tuple(expected) == TITLES

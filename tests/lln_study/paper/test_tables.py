@@ -218,7 +218,7 @@ def test_options_are_named_in_few_words():
         return results.mechanism({"mechanism": "lln_diag", "configuration": {"options": options}})
 
     assert name() == "LLN+Diag"
-    given = {"method": "entropy", "mix": "learned", "diag_block": 128, "conv": 33}
+    given = {"method": "entropy", "mix": "learned", "near": 128, "conv": 33}
     assert name(**given) == "LLN+Diag (entropy, learned mix, C = 128, conv 33)"
     assert name(normalize_keys=True, alpha=2.0) == "LLN+Diag (unbiased, alpha=2.0)"
     assert name(normalize_keys=False) == "LLN+Diag (normalize_keys=False)"

@@ -35,7 +35,7 @@ def places(tmp_path_factory):
         patch.setenv("LLN_CACHE", str(folder / "cache"))
         patch.delenv("LLN_DATA", raising=False)
         runs = {
-            "lln_diag": pretrain(folder, "lln_diag", diag_block=16, method="entropy"),
+            "lln_diag": pretrain(folder, "lln_diag", near=16, method="entropy"),
             "softmax": pretrain(folder, "softmax"),
             "flash": pretrain(folder, "flash", query_dim=16, chunk=16),
         }
@@ -55,7 +55,7 @@ def test_a_row_says_what_was_chosen_and_from_what(places, tmp_path):
     assert row["accuracy"] == row["score"] > 0.75  # guessing gives 0.5
     assert (row["train_examples"], row["valid_examples"], row["test_examples"]) == (180, 20, 60)
     used = row["configuration"]
-    assert used["options"] == {"diag_block": 16, "method": "entropy"}
+    assert used["options"] == {"near": 16, "method": "entropy"}
     assert used["pretrained"]["recipe"] == "roberta-tiny" and "held out" in used["protocol"]
     pretrained = Pretrained.find(runs["lln_diag"])
     assert used["pretraining"] == pretrained.identity
@@ -234,7 +234,7 @@ def test_the_body_is_the_pretrained_one_with_its_attention(places):
 def test_a_hugging_face_folder_is_a_source_too(places):
     _, runs = places
     found = Pretrained.find(Pretrained.find(runs["lln_diag"]).folder.resolve())
-    assert found.attention == ("lln_diag", {"diag_block": 16, "method": "entropy"})
+    assert found.attention == ("lln_diag", {"near": 16, "method": "entropy"})
     assert found.configuration == {}
 
 

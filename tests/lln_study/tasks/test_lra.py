@@ -109,7 +109,7 @@ def test_validation_on_some_examples_draws_from_all_of_them():
 
 
 def test_a_run_writes_its_row(tmp_path):
-    config = small("lln_diag", options={"diag_block": 8}, monitor_every=3)
+    config = small("lln_diag", options={"near": 8}, monitor_every=3)
     row = lra.run(config, sequences(), folder=tmp_path / "run", results=tmp_path / "rows.jsonl")
     assert read_rows(tmp_path / "rows.jsonl") == [json.loads(json.dumps(row))]
     assert row["subject"] == "lra" and row["task"] == "text" and row["steps"] == 6

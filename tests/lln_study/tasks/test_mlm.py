@@ -199,7 +199,7 @@ def test_wrong_settings_are_named(place, changes, said):
     ("changes", "said"),
     [
         ({"attention": "softmx"}, "attention='softmx' is unknown; did you mean 'softmax'"),
-        ({"options": {"foo": 1}}, "foo= is not an option; 'lln_diag' takes .*diag_block"),
+        ({"options": {"foo": 1}}, "foo= is not an option; 'lln_diag' takes .*near"),
         ({"attention": "softmax_eager", "options": {"rank": 1}}, "rank= is not an option"),
         ({"options": "foo"}, "options='foo' is no set of names and values"),
     ],
@@ -238,13 +238,11 @@ WORDS = (
 
 def test_the_command_trains_and_says_where(place, tmp_path):
     out = ("--out", str(tmp_path / "run"), "--data", str(place))
-    done = command(
-        *WORDS, *out, "--set", "options.method=entropy", "--set", "options.diag_block=16"
-    )
+    done = command(*WORDS, *out, "--set", "options.method=entropy", "--set", "options.near=16")
     assert done.exit_code == 0, done.output
     assert "tokens/s" in done.output and str(tmp_path / "run") in done.output.replace("\n", "")
     row = read_rows(tmp_path / "run" / "results.jsonl")[0]
-    assert row["configuration"]["options"] == {"method": "entropy", "diag_block": 16}
+    assert row["configuration"]["options"] == {"method": "entropy", "near": 16}
     assert row["configuration"]["learning_rate"] == 1e-3
 
 
@@ -257,7 +255,7 @@ def test_the_recommended_options_by_one_word():
 def test_the_command_explains_what_is_wrong(place, tmp_path):
     done = command("--data", str(tmp_path / "no"), *WORDS)
     assert done.exit_code == 1 and "does not exist; expected are files such as" in done.output
-    done = command("--data", str(place), *WORDS, "--set", "options.diag_block")
+    done = command("--data", str(place), *WORDS, "--set", "options.near")
     assert done.exit_code == 2 and "is not KEY=VALUE" in done.output
     for wrong in (
         ("--set", "options.foo=1"),
@@ -360,7 +358,7 @@ def test_a_compiled_run_has_the_same_curve(place, tmp_path, monkeypatch):
 
 def test_running_statistics_are_first_evaluated_after_they_have_seen_a_batch(place, tmp_path):
     """Before that there is no α: it is no reason to stop."""
-    options = {"statistics": "running", "diag_block": 8}
+    options = {"statistics": "running", "near": 8}
     config = mlm.configure("roberta-tiny", attention="lln_diag", options=options, **TINY, **RUN)
     mlm.run(config, mlm.load(place, **mlm.reads(config)), folder=tmp_path, tensorboard=False)
     rows = read_rows(tmp_path / "curve.jsonl")

@@ -73,9 +73,7 @@ def test_batches_are_functions_of_step_and_row():
 
 
 def test_a_run_learns_and_writes_its_row(tmp_path):
-    config = small(
-        "lln_diag", options={"diag_block": 8}, steps=30, learning_rate=5e-3, monitor_every=10
-    )
+    config = small("lln_diag", options={"near": 8}, steps=30, learning_rate=5e-3, monitor_every=10)
     row = vit.run(config, pictures(), folder=tmp_path / "run", results=tmp_path / "rows.jsonl")
     assert row["accuracy"] == 1.0  # dark or light
     assert read_rows(tmp_path / "rows.jsonl")[0]["digest"] == vit.key(config, pictures())[0]
@@ -118,7 +116,7 @@ def test_command_on_the_digits(tmp_path):
         "train",
         "vit",
         "--set",
-        "options.diag_block=4",
+        "options.near=4",
         "--set",
         "steps=3",
         "--set",

@@ -88,14 +88,14 @@ def test_a_file_system_without_locks_lets_everybody_in_and_says_so(tmp_path, mon
 
 
 def fail(*_):
-    raise ValueError("diag_block=-3 is not possible")
+    raise ValueError("near=-3 is not possible")
 
 
 @pytest.mark.parametrize("when", ["build", "batch"])
 def test_what_cannot_run_does_not_take_the_folder(tmp_path, when):
     """The corrected call is not refused, at the latest after the first update."""
     wrong = type("Wrong", (Toy,), {when: fail})
-    with pytest.raises(ValueError, match="diag_block=-3"):
+    with pytest.raises(ValueError, match="near=-3"):
         run(tmp_path, wrong, learning_rate=0.5)
     assert not (tmp_path / "run.json").exists()
     assert run(tmp_path).steps == 12

@@ -11,7 +11,7 @@ from lln.ops import triton as kernels
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself
 
 
-@pytest.mark.parametrize("options", [{}, {"diag_block": 16}, {"is_causal": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"near": 16}, {"is_causal": True}], ids=str)
 def test_what_the_kernels_do_not_have_is_refused(options, device, monkeypatch):
     if device == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -37,7 +37,7 @@ def test_of_the_convolution_too(device):
         torch.autograd.grad(gradient.square().sum(), v)
 
 
-@pytest.mark.parametrize("options", [{}, {"diag_block": 16}, {"is_causal": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"near": 16}, {"is_causal": True}], ids=str)
 def test_grad_of_torch_func_finds_the_gradient(options, device, monkeypatch):
     if device == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -8,7 +8,9 @@ import torch
 from lln.nn import LLNAttention
 from lln.ops import triton as kernels
 from lln.ops.window import lln_diag as dispatch
-from lln.ops.window.lln_diag import lln_diag
+from tests.helpers import windowed
+
+lln_diag = windowed(dispatch.lln_diag)
 
 HALF = torch.float16
 # dtype, block, overlap, heads of keys, tokens, whether masked; in float32 no windows are fused
@@ -128,7 +130,7 @@ def test_without_the_kernel_it_is_added_afterwards(taps, is_causal, device, monk
 def test_a_module_has_one_node(device, monkeypatch):
     if device == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    core = LLNAttention(2, 16, diag_block=16, mix="learned", conv=5, impl="triton").to(device)
+    core = LLNAttention(2, 16, near=16, mix="learned", conv=5, impl="triton").to(device)
     q, k, v = made(torch.float32, 2, 40, False, device)[:3]
     out = core(q, k, v)
     assert out.grad_fn.name() == "lln_diag_trainBackward"

@@ -165,8 +165,8 @@ launching.CompiledKernel = Noted
 launching.on_current_device = lambda x: True
 kernels.refuses_device = lambda x: None
 scales = {"alpha": 2.0, "beta": 2.0}
-cases = [scales, {}, {**scales, "diag_block": 64}, {**scales, "is_causal": True},
-         {**scales, "diag_block": 64, "mix": "joint", "gamma": 0.0}]
+cases = [scales, {}, {**scales, "near": 64}, {**scales, "is_causal": True},
+         {**scales, "near": lln.Near(64, joint=True), "gamma": 0.0}]
 found = []
 with planned_for(90):
     for number, options in enumerate(cases):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lln.ops import mixed, reference
+from lln.ops import reference
 from lln.ops import triton as kernels
+from lln.ops.window import mixed
 from tests.helpers import adversarial
 from tests.ops.triton.compare import compare, inputs
 

@@ -7,8 +7,10 @@ import torch
 
 import lln
 from lln.nn import LLNAttention
-from lln.ops.window.near_far import near_far
-from tests.helpers import relative_error, run_with_grads
+from lln.ops.window import near_far as near_far_op
+from tests.helpers import relative_error, run_with_grads, windowed
+
+near_far = windowed(near_far_op.near_far)
 
 pytestmark = pytest.mark.gpu
 
@@ -101,17 +103,15 @@ def test_other_numbers_of_slots(slots, dtype):
 
 def test_the_kernels_are_taken_where_they_fit():
     q, k, v = (tensors()[name].bfloat16() for name in "qkv")
-    options = {"diag_block": 128, "mix": "joint"}
+    options = {"near": lln.Near(128, joint=True)}
     assert lln.which(q, k, v, **options) == "triton"
-    assert lln.which(q, k, v, **options, diag_overlap=1) == "mixed"
+    assert lln.which(q, k, v, near=lln.Near(128, overlap=1, joint=True)) == "mixed"
     assert lln.which(q.double(), k.double(), v.double(), **options) == "eager"
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler looks at gradients of inputs
 def test_a_compiled_module_trains_as_the_plain_one():
-    core = LLNAttention(
-        4, 64, diag_block=128, diag_overlap=64, mix="joint", method="entropy"
-    ).cuda()
+    core = LLNAttention(4, 64, near=lln.Near(128, overlap=64, joint=True), method="entropy").cuda()
     given = [torch.randn(2, 4, 1024, 64, device="cuda").bfloat16() for _ in range(3)]
     found = []
     for module in (core, torch.compile(core)):

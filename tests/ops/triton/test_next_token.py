@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lln import Near
 from lln.hf import cache
 from lln.hf.decode.memory import empty_like
 from lln.hf.serving.seat_layer import SeatLayer
@@ -15,14 +16,18 @@ from tests.helpers import relative_error
 BLOCK, TOKENS, WIDTH, VALUES, HEADS, KEY_HEADS = 3, 13, 16, 24, 4, 2
 CASES = {
     "block": {},
-    "window": {"diag_overlap": 3},
-    "wide window": {"diag_overlap": 7},
-    "sinks": {"diag_overlap": 3, "sinks": 2},
-    "many sinks": {"diag_overlap": 0, "sinks": 5},
-    "slots": {"diag_overlap": 4, "sinks": 1, "feature_map": "learned", "slots": 40},
+    "window": {"near": Near(BLOCK, overlap=3, joint=True)},
+    "wide window": {"near": Near(BLOCK, overlap=7, joint=True)},
+    "sinks": {"near": Near(BLOCK, overlap=3, sinks=2, joint=True)},
+    "many sinks": {"near": Near(BLOCK, sinks=5, joint=True)},
+    "slots": {
+        "near": Near(BLOCK, overlap=4, sinks=1, joint=True),
+        "feature_map": "learned",
+        "slots": 40,
+    },
     "slots, no window": {"feature_map": "signs"},
-    "normalised": {"diag_overlap": 3, "sinks": 3, "normalize_keys": True},
-    "centred": {"diag_overlap": 2, "center_keys": True},
+    "normalised": {"near": Near(BLOCK, overlap=3, sinks=3, joint=True), "normalize_keys": True},
+    "centred": {"near": Near(BLOCK, overlap=2, joint=True), "center_keys": True},
 }
 
 
@@ -30,10 +35,10 @@ def core_of(name: str, device: str) -> LLNAttention:
     """Every head with constants of its own."""
     torch.manual_seed(3)
     core = LLNAttention(
-        HEADS, WIDTH, num_kv_heads=KEY_HEADS, causal=True, diag_block=BLOCK, mix="joint",
+        HEADS, WIDTH, num_kv_heads=KEY_HEADS, causal=True,
         statistics="fixed", alpha=torch.linspace(0.5, 1.5, HEADS),
         beta=torch.linspace(0.6, 1.2, KEY_HEADS), gamma=torch.linspace(-1.0, 1.0, HEADS),
-        **CASES[name],
+        **{"near": Near(BLOCK, joint=True), **CASES[name]},
     ).to(device)  # fmt: skip
     if core.center is not None:
         core.center.stored.value.normal_()
@@ -42,9 +47,9 @@ def core_of(name: str, device: str) -> LLNAttention:
 
 def seats_of(core: LLNAttention, seats: int, dtype: torch.dtype, device: str) -> SeatLayer:
     """A layer of empty seats."""
-    local = core.local
+    local = core.near
     assert local is not None
-    width = local.block + local.overlap
+    width = local.ring
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(1, KEY_HEADS, *shape, dtype=dtype, device=device)
@@ -144,7 +149,7 @@ def test_generate_takes_the_same_steps(name, device, launched, monkeypatch):
     assert relative_error(torch.cat(found, 2).double(), whole) < 2e-6
 
 
-@pytest.mark.parametrize("window", [{}, {"diag_block": 4}, {"diag_block": 4, "diag_overlap": 2}])
+@pytest.mark.parametrize("window", [{}, {"near": 4}, {"near": Near(4, overlap=2)}])
 @pytest.mark.parametrize("masked", [False, True])
 @torch.no_grad()
 def test_a_state_with_a_normaliser_of_its_own_takes_one_launch(window, masked, device, monkeypatch):

@@ -9,13 +9,13 @@ import lln
 from lln.ops import triton as kernels
 from tests.helpers import relative_error
 
-JOINT = {"diag_block": 16, "mix": "joint", "gamma": 0.5}
+JOINT = {"near": lln.Near(16, joint=True), "gamma": 0.5}
 FORMS = {
     "bidirectional": ("triton", {}),
     "causal": ("triton", {"is_causal": True}),
     "causal blocks": ("triton", {"is_causal": True, "causal_block": 16}),
     "joint": ("triton", {**JOINT, "is_causal": True}),
-    "blocks": ("mixed", {"diag_block": 16}),
+    "blocks": ("mixed", {"near": 16}),
 }
 
 
@@ -39,11 +39,11 @@ def test_outputs_and_gradients_are_those_of_plain_pytorch(form, device, monkeypa
 def test_which_knows_that_blocks_are_not_fused_with_features(device, monkeypatch):
     monkeypatch.setattr(kernels, "refuses_device", lambda _: None)
     x = torch.randn(1, 1, 40, 16, device=device)
-    for options, expected in (({}, "triton"), ({"diag_block": 16}, "mixed")):
+    for options, expected in (({}, "triton"), ({"near": 16}, "mixed")):
         assert lln.which(x, x, x, **options, normalize_keys=True) == expected
-    assert lln.which(x, x, x, diag_block=16) == "triton"
+    assert lln.which(x, x, x, near=16) == "triton"
     with pytest.raises(ValueError, match="features of their own are not fused"):
-        lln.attention(x, x, x, diag_block=16, normalize_keys=True, impl="triton")
+        lln.attention(x, x, x, near=16, normalize_keys=True, impl="triton")
 
 
 def test_packed_sequences(device, monkeypatch):

@@ -10,9 +10,10 @@ import torch
 import lln
 from lln import moments
 from lln.nn import LLNAttention
-from lln.ops import dispatch, eager, mixed, reference
+from lln.ops import dispatch, eager, reference
 from lln.ops import triton as kernels
 from lln.ops.taps.convolution import convolve_tokens
+from lln.ops.window import mixed
 from lln.protocols import HALF
 
 OPS = ("bidirectional", "causal", "lln_diag", "block_diagonal", "summarize", "read", "varlen")
@@ -63,10 +64,10 @@ ALONE["mixed"] = {"mixed", "triton", "eager"}
 OPTIONS = [
     {},
     {"is_causal": True},
-    {"diag_block": 16},
-    {"diag_block": 48},
-    {"diag_block": 16, "is_causal": True},
-    {"diag_block": 48, "is_causal": True},
+    {"near": 16},
+    {"near": 48},
+    {"near": 16, "is_causal": True},
+    {"near": 48, "is_causal": True},
 ]
 
 
@@ -163,7 +164,7 @@ def test_statistics_and_convolution_launch_nothing_either(impl, ran, device):
 @pytest.mark.parametrize("impl", [None, "eager", "triton"])
 def test_a_module_runs_by_what_was_asked(impl, statistics, ran, device):
     q, k, v = tensors(device)
-    options = {"statistics": statistics, "conv": 3, "diag_block": 16, "impl": impl}
+    options = {"statistics": statistics, "conv": 3, "near": 16, "impl": impl}
     core = LLNAttention(2, 16, num_kv_heads=1, device=device, **options)
     if statistics != "sample":
         core.calibrate_(q, k)
@@ -195,7 +196,7 @@ def test_one_table_of_refusals_for_every_shape(monkeypatch):
     shapes = itertools.product((16, 64, 96, 128, 256), (*HALF, torch.float32), (16, 32, 64, 256))
     for (width, dtype, block), is_causal in itertools.product(shapes, (False, True)):
         x = torch.empty(1, 1, 4, width, dtype=dtype, device="meta")
-        said = lln.which(x, x, x, diag_block=block, is_causal=is_causal)
+        said = lln.which(x, x, x, near=block, is_causal=is_causal)
         single = dtype is torch.float32
         fits = width <= 64 and block <= 32 if single else width <= 128
         causal = width <= (64 if dtype is torch.float32 else 128)

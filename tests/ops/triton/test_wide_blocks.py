@@ -8,8 +8,11 @@ import torch
 from lln.ops import reference
 from lln.ops import triton as kernels
 from lln.ops.common.kernels import tiles
-from lln.ops.window.lln_diag import lln_diag
+from lln.ops.window import lln_diag as lln_diag_op
+from tests.helpers import windowed
 from tests.ops.triton.compare import compare, inputs
+
+lln_diag = windowed(lln_diag_op.lln_diag)
 
 HALF = torch.float16
 

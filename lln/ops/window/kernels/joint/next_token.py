@@ -14,7 +14,7 @@ from torch import Tensor
 from lln.ops.common.kernels.library import on_device, rows_contiguous
 from lln.ops.common.kernels.tiles import padded
 from lln.ops.window.kernels.joint.next_token_kernels import attend_kernel, move_kernel
-from lln.ops.window.local import Local
+from lln.ops.window.near import Near
 
 ROWS = 64  # keys of the window at a time
 MOVED_VALUES = 4096  # numbers of a state that a program moves at a time
@@ -32,7 +32,7 @@ def next_token(
     alpha: Float[Tensor, " H"],
     beta: Float[Tensor, " Hkv"],
     gamma: Float[Tensor, " H"],
-    local: Local,
+    local: Near,
 ) -> Float[Tensor, "B H 1 E"]:
     """Attention of one token of every seat to all before it; the token joins ``memory``.
 
