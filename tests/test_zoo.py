@@ -456,12 +456,15 @@ def test_what_is_recommended_is_what_was_measured():
             configuration = as_given(row["configuration"])
             given, length = configuration["options"], configuration["length"]
             losses.setdefault(_text(given), {}).setdefault(length, []).append(row["loss"])
-    # of what was measured on short and on long texts alike, the lowest mean over seeds on both
+    # of what was measured on short and on long texts alike, the lowest mean over seeds on both, but
+    # for blocks of 256, whose price in time docs/guide/which-setting.md states
     tried = {name: found for name, found in losses.items() if {512, 8192} <= set(found)}
-    assert len(tried) > 1
+    dearer = _text({**newest, "near": 256})
+    assert len(tried) > 2 and dearer in tried
     for length in (512, 8192):
         means = {name: sum(found[length]) / len(found[length]) for name, found in tried.items()}
-        assert min(means, key=lambda name: means[name]) == _text(newest)
+        first, second = sorted(means, key=lambda name: means[name])[:2]
+        assert (first, second) == (dearer, _text(newest))
 
 
 def _text(options: dict) -> str:
