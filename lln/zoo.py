@@ -32,6 +32,11 @@ def describe(name: str) -> Mechanism:
         >>> lln.describe("nystromformer").defaults
         {'landmarks': 64, 'iterations': 6, 'kernel_size': 33, 'half_products': False}
     """
+    if name == "recommended":
+        raise ValueError(
+            "name='recommended' is a choice by place, no mechanism; lln.nn.recommended(place) has "
+            "its options, and lln.create and lln.hf.replace take the name"
+        )
     if name not in KNOWN:
         raise unknown_name("name", name, MECHANISMS)
     return KNOWN[name]
@@ -58,6 +63,8 @@ def create(
     """Make a self-attention layer (or what replaces it) by name, projections included.
 
     Args:
+        name: Of :func:`list_mechanisms`, or "recommended": LLN+Diag with the options of
+            :func:`lln.nn.recommended`, for a decoder with ``causal=True``.
         dim, num_heads: Width of the tokens, and the heads it is divided into.
         max_length: Tokens of the longest input to come. Only the mechanisms with weights or buffers
             of that length need it, those with ``lln.describe(name).needs_length``.
@@ -74,6 +81,10 @@ def create(
         >>> layer = lln.create("performer", dim=256, num_heads=4)
         >>> out = layer(x, key_mask)       # [8, 4096, 256] -> the same
     """
+    if name == "recommended":
+        from lln.nn import presets
+
+        _, name, options = presets.choose(causal=bool(options.get("causal")), options=options)
     entry = describe(name)
     for option in options:
         if option not in entry.options:

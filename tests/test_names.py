@@ -92,52 +92,80 @@ def test_the_function_says_where_a_mix_is_learned():
 # presets --------------------------------------------------------------------------------------
 
 
-def test_presets_have_versions_that_never_change():
-    """A new winner gets a new number: these are the ones that models were saved with."""
-    first = {"method": "entropy", "mix": "learned", "near": 128, "conv": 33}
-    assert recommended("encoder", version=1) == first == dict(RECOMMENDED)
-    assert recommended("encoder", version=2) == {**first, "near": 256}
+def test_presets_are_what_the_guides_say():
+    text = {"method": "entropy", "mix": "learned", "near": 128, "conv": 33}
+    assert recommended() == recommended("encoder") == text == dict(RECOMMENDED)
+    assert recommended("decoder") == {**text, "statistics": "running"}
     shared = {"feature_map": "learned", "learn_scale": True, "sharpness": 0.6}
     shared |= {"statistics": "fixed", "method": "entropy"}
     encoder = {"near": lln.Near(128, joint=True), **shared, "center_keys": True}
-    assert recommended("convert-encoder", version=1) == encoder
+    assert recommended("convert-encoder") == encoder
     decoder = {"near": lln.Near(128, overlap=128, sinks=4, joint=True), **shared}
-    assert recommended("convert-decoder", version=1) == decoder
-    for task, versions in PRESETS.items():
-        assert recommended(task) == recommended(task, max(versions))
-        name, options = versions[max(versions)]
+    assert recommended("convert-decoder") == decoder
+    for place, (name, options) in PRESETS.items():
         module = lln.create(name, dim=16, num_heads=2, **options)
         assert isinstance(module.core, LLNAttention)
-        assert preset_of(name, options) == {"task": task, "version": max(versions)}
+        assert preset_of(name, options) == place
 
 
 def test_a_preset_is_a_copy_and_unknown_ones_are_named():
     recommended()["near"] = 1
-    assert recommended()["near"] == 256
-    with pytest.raises(ValueError, match=r"task='encodr' is unknown; did you mean 'encoder'\?"):
+    assert recommended()["near"] == 128
+    with pytest.raises(ValueError, match=r"place='encodr' is unknown; did you mean 'encoder'\?"):
         recommended("encodr")
-    with pytest.raises(ValueError, match="version=7 of the preset 'encoder' is unknown; there is"):
-        recommended("encoder", version=7)
 
 
 def test_only_a_whole_preset_is_named():
-    assert preset_of("lln_diag", {**RECOMMENDED, "dropout": 0.1}) == {
-        "task": "encoder",
-        "version": 1,
-    }
+    assert preset_of("lln_diag", {**RECOMMENDED, "dropout": 0.1}) == "encoder"
     assert preset_of("lln_diag", {**RECOMMENDED, "conv": 3}) is None
     assert preset_of("lln_nearfar", dict(RECOMMENDED)) is None
     assert preset_of("performer", {}) is None
 
 
-def test_saved_models_name_the_version_of_their_preset(tmp_path):
+def test_recommended_is_a_name_like_others():
+    core = lln.create("recommended", dim=16, num_heads=2, near=4).core
+    assert core.conv == 33 and core.mix == "learned" and core.near.block == 4
+    assert not core.causal and core.statistics.per_sample
+    causal = lln.create("recommended", dim=16, num_heads=2, causal=True).core
+    assert causal.causal and not causal.statistics.per_sample and causal.near.block == 128
+    with pytest.raises(ValueError, match=r"choice by place.*lln.nn.recommended\(place\)"):
+        lln.describe("recommended")
+    with pytest.raises(TypeError, match="'lln_diag' has no option 'landmarks'"):
+        lln.create("recommended", dim=16, num_heads=2, landmarks=4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_replace_takes_the_preset_of_the_place(causal, loaded, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    import lln.hf
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 8, "vocab_size": 20}
+    kind = ("LlamaConfig", "LlamaModel") if causal else ("BertConfig", "BertModel")
+    make, config = getattr(transformers, kind[1]), getattr(transformers, kind[0])(**sizes)
+    model = make(config)
+    if loaded:
+        model.save_pretrained(tmp_path)
+        model = make.from_pretrained(tmp_path)
+    undo = lln.hf.replace(model)
+    place = ("convert-" if loaded else "") + ("decoder" if causal else "encoder")
+    assert (undo.attention, undo.options) == (PRESETS[place][0], recommended(place))
+    assert f"recommended for the place {place!r}: {undo.attention}, " in capsys.readouterr().out
+    undo()
+    lln.hf.replace(model, near=4, quiet=True)
+    assert capsys.readouterr().out == ""
+    assert next(m for m in model.modules() if isinstance(m, LLNAttention)).near.block == 4
+
+
+def test_saved_models_name_their_preset(tmp_path):
     transformers = pytest.importorskip("transformers")
     import lln.hf
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.BertConfig(**sizes, intermediate_size=8, vocab_size=20)
     model = transformers.BertModel(config)
-    undo = lln.hf.replace(model, "lln_diag", quiet=True, **recommended("encoder", version=1))
+    undo = lln.hf.replace(model, "lln_diag", quiet=True, **recommended("encoder"))
     model.save_pretrained(tmp_path / "preset")
     undo()
     lln.hf.replace(model, "lln_diag", quiet=True, near=4, mix=torch.tensor([0.2, 0.7]))
@@ -146,7 +174,7 @@ def test_saved_models_name_the_version_of_their_preset(tmp_path):
         name: json.loads((tmp_path / name / "config.json").read_text())["lln"][0]
         for name in ("preset", "own")
     }
-    assert saved["preset"]["preset"] == {"task": "encoder", "version": 1}
+    assert saved["preset"]["preset"] == "encoder"
     assert saved["preset"]["options"].items() >= dict(RECOMMENDED).items()
     assert "preset" not in saved["own"]
     for name in saved:

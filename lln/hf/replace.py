@@ -20,7 +20,8 @@ from lln.hf.register import MIXED, implementation_name, register
 from lln.hf.rotation import follow_rotation, let_see_before
 from lln.hf.swapped_attention import SwappedAttention
 from lln.moments import MomentFit
-from lln.nn import preset_of
+from lln.nn import preset_of, presets
+from lln.nn.presets import BY_PLACE
 from lln.ops.window.near import Near
 
 # In config.json: no such implementation exists, so that a plain from_pretrained stops there instead
@@ -141,7 +142,7 @@ class Replacement:
 
 def replace(
     model: PreTrainedModel,
-    attention: str = "lln_diag",
+    attention: str = BY_PLACE,
     *,
     layers: Iterable[int] | str | None = None,
     max_length: int | None = None,
@@ -157,7 +158,9 @@ def replace(
     and cross-attention keep softmax.
 
     Args:
-        attention: A name of :func:`lln.list_mechanisms`.
+        attention: A name of :func:`lln.list_mechanisms`, or "recommended": the preset of
+            :func:`lln.nn.recommended` for an encoder or a decoder, from scratch or, if the model
+            was loaded, trained with softmax. Says which one.
         layers: Which, counted over the self-attention layers from 0 (negative: from the end); all
             by default. "global": those without a sliding or chunked window, as in Gemma 3 and
             ModernBERT. Call again for other layers to mix mechanisms.
@@ -183,6 +186,13 @@ def replace(
         >>> undo()
     """
     register()
+    if attention == BY_PLACE:
+        chosen = presets.choose(
+            causal=_is_decoder(model), trained=bool(model.name_or_path), options=options
+        )
+        _, attention, options = chosen
+        if not quiet:
+            print(chosen)
     entry = zoo.describe(attention)
     if entry.replaces_ffn:
         raise ValueError(
@@ -191,14 +201,14 @@ def replace(
         )
     cores.check_options(attention, options)
     places = attention_modules(model)
-    chosen = _choose(_without_windows(places) if layers == "global" else layers, list(places))
+    wanted = _choose(_without_windows(places) if layers == "global" else layers, list(places))
     _own_config(model)
     before = sum(parameter.numel() for parameter in model.parameters())
-    numbers = [number for number, _ in chosen]
+    numbers = [number for number, _ in wanted]
     done = Replacement(model, attention, options, numbers, max_length, before)
     done.before_rotation = before_rotation
     built = {}
-    for number, path in chosen:  # all of them first: an error leaves the model as it was
+    for number, path in wanted:  # all of them first: an error leaves the model as it was
         module = places[path]
         place = cores.place_of(
             module,
@@ -223,6 +233,12 @@ def replace(
     if not quiet:
         print(done)
     return done
+
+
+def _is_decoder(model: PreTrainedModel) -> bool:
+    """Whether the first of its self-attention layers is causal."""
+    path, module = next(iter(attention_modules(model).items()))
+    return cores.is_causal(module, owner_of(model, path))
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:

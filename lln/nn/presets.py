@@ -1,4 +1,4 @@
-"""Options we recommend, by task and version: a later experiment adds a version and changes none."""
+"""Options we recommend, by place: one preset each, chosen by the name "recommended"."""
 
 from __future__ import annotations
 
@@ -6,89 +6,109 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from lln.ops.window.near import Near
 
-_CONVERTED = {
+#: The name that stands for a preset where a mechanism is asked for.
+BY_PLACE = "recommended"
+_TEXT = {"method": "entropy", "mix": "learned", "near": 128, "conv": 33}
+_TRAINED = {
     "feature_map": "learned",
     "learn_scale": True,
     "statistics": "fixed",
     "method": "entropy",
     "sharpness": 0.6,
 }
-#: task -> version -> the mechanism of the zoo it is for, and the options.
-PRESETS: Mapping[str, Mapping[int, tuple[str, Mapping[str, Any]]]] = MappingProxyType(
+#: place -> the mechanism of the zoo it is for, and the options.
+PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {
-        # Of those tried on text the lowest loss and the best average over GLUE when each was added
-        # (docs/results/language.md); 2 halves what 1 lacks to softmax and sees twice the near keys.
-        "encoder": {
-            version: (
-                "lln_diag",
-                {"method": "entropy", "mix": "learned", "near": block, "conv": 33},
-            )
-            for version, block in ((1, 128), (2, 256))
-        },
+        # Of those tried on text the lowest loss for its time (docs/guide/which-setting.md).
+        "encoder": ("lln_diag", _TEXT),
+        # The same, causal; not compared with others yet.
+        "decoder": ("lln_diag", {**_TEXT, "statistics": "running"}),
         # What lln.hf.convert begins with (docs/results/conversion.md).
-        "convert-encoder": {
-            1: ("lln_nearfar", {"near": Near(128, joint=True), **_CONVERTED, "center_keys": True})
-        },
-        "convert-decoder": {
-            1: ("lln_nearfar", {"near": Near(128, overlap=128, sinks=4, joint=True), **_CONVERTED})
-        },
+        "convert-encoder": (
+            "lln_nearfar",
+            {"near": Near(128, joint=True), **_TRAINED, "center_keys": True},
+        ),
+        "convert-decoder": (
+            "lln_nearfar",
+            {"near": Near(128, overlap=128, sinks=4, joint=True), **_TRAINED},
+        ),
     }
 )
 
 
-def recommended(task: str = "encoder", version: int | None = None) -> dict[str, Any]:
-    """Options we recommend for a task, as keyword arguments of the modules and of ``lln.create``.
+class Chosen(NamedTuple):
+    """A preset with the options that were given beside it."""
 
-    A version never changes. Give one where numbers must stay as they are; without it you get the
-    newest, which a release may replace by a better one. A model that is saved after
-    :func:`lln.hf.replace` names task and version in its config.json, and all options beside them.
+    place: str
+    mechanism: str
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        words = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"recommended for the place {self.place!r}: {self.mechanism}, {words}"
+
+
+def choose(*, causal: bool, trained: bool = False, options: Mapping[str, Any]) -> Chosen:
+    """The preset of a place; options that are given stand.
 
     Args:
-        task: "encoder", LLN+Diag in an encoder that is trained from scratch; "convert-encoder" or
-            "convert-decoder", near/far attention (``"lln_nearfar"``) in a trained
-            softmax model, as :func:`lln.hf.convert` does it.
-        version: 1 or later; None takes the newest.
+        trained: Whether the model around it was trained with softmax.
 
     Example:
-        >>> layer = LLNMultiheadAttention(512, 8, **recommended("encoder", version=1))
+        >>> choose(causal=True, options={"near": 64}).place
+        'decoder'
     """
-    if task not in PRESETS:
-        close = difflib.get_close_matches(str(task), PRESETS, n=1)
+    kind = "decoder" if causal else "encoder"
+    place = f"convert-{kind}" if trained else kind
+    mechanism, preset = PRESETS[place]
+    return Chosen(place, mechanism, {**preset, **options})
+
+
+def recommended(place: str = "encoder") -> dict[str, Any]:
+    """Options we recommend for a place, as keyword arguments of the modules and of ``lln.create``.
+
+    A model that is saved after :func:`lln.hf.replace` names the place in its config.json, and all
+    options beside it: a later release may recommend others.
+
+    Args:
+        place: "encoder" or "decoder", LLN+Diag in a model that is trained from scratch;
+            "convert-encoder" or "convert-decoder", near/far attention (``"lln_nearfar"``, one
+            normaliser) in a model that was trained with softmax, as :func:`lln.hf.convert` has it.
+
+    Example:
+        >>> layer = LLNMultiheadAttention(512, 8, **recommended("encoder"))
+    """
+    if place not in PRESETS:
+        close = difflib.get_close_matches(str(place), PRESETS, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f"task={task!r} is unknown; {hint}There are {', '.join(PRESETS)}")
-    versions = PRESETS[task]
-    number = max(versions) if version is None else version
-    if number not in versions:
-        known = ", ".join(map(str, versions))
-        raise ValueError(f"version={version!r} of the preset {task!r} is unknown; there is {known}")
-    return dict(versions[number][1])
+        raise ValueError(f"place={place!r} is unknown; {hint}There are {', '.join(PRESETS)}")
+    return dict(PRESETS[place][1])
 
 
-def preset_of(mechanism: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Task and version of the preset that these options hold in full; None if there is none.
+def preset_of(mechanism: str, options: Mapping[str, Any]) -> str | None:
+    """The place whose preset these options hold in full; None if there is none.
 
     Args:
         mechanism: Of the zoo, the one that the options are for.
 
     Example:
         >>> preset_of("lln_diag", {**recommended("encoder"), "dropout": 0.1})
-        {'task': 'encoder', 'version': 2}
+        'encoder'
     """
-    found: dict[str, Any] | None = None
-    size = 0
-    for task, versions in PRESETS.items():
-        for version, (known, preset) in versions.items():
-            held = known == mechanism and all(
-                name in options and _same(mechanism, name, options[name], value)
-                for name, value in preset.items()
-            )
-            if held and len(preset) >= size:
-                found, size = {"task": task, "version": version}, len(preset)
-    return found
+    held = [
+        place
+        for place, (known, preset) in PRESETS.items()
+        if known == mechanism
+        and all(
+            name in options and _same(mechanism, name, options[name], value)
+            for name, value in preset.items()
+        )
+    ]
+    return max(held, key=lambda place: len(PRESETS[place][1]), default=None)
 
 
 def _same(mechanism: str, name: str, given: Any, value: Any) -> bool:
@@ -104,6 +124,5 @@ def _near(mechanism: str, value: Any) -> Near | None:
     return near and replace(near, joint=near.joint or mechanism == "lln_nearfar")
 
 
-#: Version 1 of the preset "encoder", which stays what it is and is the quicker one; the newest is
-#: what :func:`recommended` gives.
-RECOMMENDED: Mapping[str, Any] = MappingProxyType(recommended("encoder", version=1))
+#: ``recommended("encoder")``, read-only.
+RECOMMENDED: Mapping[str, Any] = MappingProxyType(recommended("encoder"))

@@ -14,6 +14,7 @@ from lln_study.cli.train import (
     Results,
     Set,
     exit_if_diverged,
+    mechanism,
     running,
     settings,
     train_app,
@@ -50,7 +51,9 @@ def vit(
         from lln_study.tasks import vit as tasks
 
         name = recipe or ("digits" if data is None else "paper")
+        attention, preset = mechanism(attention)
         changes = settings(settings_given, tasks.configure(name), attention)
+        changes["options"] = {**preset, **changes["options"]}
         config = tasks.configure(name, attention=attention, **changes)
         pictures = tasks.load(data, **tasks.reads(config), on_damaged=on_damaged)
         folder = out or Path("runs") / f"vit-{name}-{attention}-seed{config.train.seed}"
@@ -69,7 +72,7 @@ def lra(
             help="listops, text, image, pathfinder, retrieval, retrieval_wiki or retrieval_short."
         ),
     ],
-    attention: Attention = "lln_diag",
+    attention: Attention = "recommended",
     data: Data = None,
     settings_given: Set = None,
     out: Out = None,
@@ -89,7 +92,9 @@ def lra(
         from lln.report.progress import shown
         from lln_study.tasks import lra as tasks
 
+        attention, preset = mechanism(attention)
         changes = settings(settings_given, tasks.configure(task, attention=attention), attention)
+        changes["options"] = {**preset, **changes["options"]}
         config = tasks.configure(task, attention=attention, **changes)
         how = {"on_damaged": on_damaged, "workers": workers, "progress": _print_generated}
         arrays = tasks.load(data, **tasks.reads(config), **how)

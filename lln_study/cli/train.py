@@ -25,7 +25,9 @@ train_app = typer.Typer(
 )
 
 # Options that the commands share, in the order of their help.
-Attention = Annotated[str, typer.Option(help="softmax, softmax_eager, or a name of `lln list`.")]
+Attention = Annotated[
+    str, typer.Option(help="recommended, softmax, softmax_eager, or a name of `lln list`.")
+]
 Data = Annotated[Path | None, typer.Option(help="Folder or file; default LLN_DATA.")]
 Set = Annotated[
     list[str] | None,
@@ -41,6 +43,18 @@ Out = Annotated[Path | None, typer.Option(help="Folder of the run; default runs/
 Results = Annotated[
     Path | None, typer.Option(help="File the result row is appended to; default OUT/results.jsonl.")
 ]
+
+
+def mechanism(attention: str) -> tuple[str, dict[str, Any]]:
+    """A mechanism and the options it begins with: of "recommended", the preset for encoders."""
+    if attention != "recommended":
+        return attention, {}
+    from lln.nn import presets
+
+    chosen = presets.choose(causal=False, options={})
+    if is_first_process():
+        typer.echo(chosen)
+    return chosen.mechanism, chosen.options
 
 
 def settings(pairs: list[str] | None, start: Any, attention: str | None = None) -> dict[str, Any]:
@@ -106,7 +120,7 @@ def mlm(
     recipe: Annotated[
         str, typer.Option(help="roberta-base, roberta-small, roberta-tiny or figure-1.")
     ] = "roberta-tiny",
-    attention: Attention = "lln_diag",
+    attention: Attention = "recommended",
     data: Data = None,
     settings_given: Set = None,
     out: Out = None,
@@ -129,7 +143,9 @@ def mlm(
         from lln_study.tasks import experiment
         from lln_study.tasks import mlm as task
 
+        attention, preset = mechanism(attention)
         changes = settings(settings_given, task.configure(recipe), attention)
+        changes["options"] = {**preset, **changes["options"]}
         config = task.configure(recipe, attention=attention, **changes)
         name = f"mlm-{recipe}-{attention}-seed{config.train.seed}"
         folder = out or Path("runs") / name

@@ -45,10 +45,10 @@ Batch = Mapping[str, Any]
 EVERY = 50  # updates between two writes of a stage
 
 #: Options of near/far attention in a converted encoder: 128 near keys for a query, learned slots.
-ENCODER: Mapping[str, Any] = MappingProxyType(recommended("convert-encoder", version=1))
+ENCODER: Mapping[str, Any] = MappingProxyType(recommended("convert-encoder"))
 #: The same for a decoder: the window reaches back over 128 to 256 keys, and to the first tokens.
 DECODER: Mapping[str, Any] = MappingProxyType(
-    {**recommended("convert-decoder", version=1), "center_keys": True}
+    {**recommended("convert-decoder"), "center_keys": True}
 )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lln.nn import RECOMMENDED, recommended
+from lln.nn import RECOMMENDED
 from lln_study.paper.pages.blocks import NOTHING_YET, Blocks, markdown_table
 from lln_study.paper.results import as_published, read, record_of
 from lln_study.paper.tables import table as tables
@@ -21,7 +21,7 @@ Record = Mapping[str, Any]
 CORRELATIONS = ("cola", "stsb")
 SOFTMAX, WITH_CONV = "softmax", "softmax + conv"
 PAPER, BEST, WIDE = "LLN+Diag (paper)", "LLN+Diag (recommended)", "LLN+Diag (blocks of 256)"
-WIDE_OPTIONS = recommended("encoder", version=2)
+WIDE_OPTIONS = {**RECOMMENDED, "near": 256}
 # Words -> mechanism and options; without options as it was published.
 MODELS: Mapping[str, tuple[str, Mapping[str, Any] | None]] = {
     SOFTMAX: ("softmax", None),
