@@ -83,7 +83,8 @@ def _unknown(key: str, known: Sequence[str]) -> ValueError:
     """The error of a key that there is not, with the nearest one."""
     if key in FLAGS:
         return ValueError(f"--set {key}=…: that is {FLAGS[key]}")
-    close = difflib.get_close_matches(key, known, n=1)
+    option = f"options.{key}"
+    close = [option] if option in known else difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {close[0]!r}? --set {LIST} shows all" if close else ""
     there = hint or f"there are {', '.join(sorted(known))}"
     return ValueError(f"--set {key}=…: there is no such key; {there}")

@@ -70,7 +70,8 @@ def converted(place):
     for family in ("bert", "llama"):
         out = place / f"{family}-linear"
         more = ("--results", str(place / "results"))
-        more += ("--cost-length", "96") if family == "llama" else ()
+        if family == "llama":
+            more += ("--cost-length", "96", "--set", 'near={"block": 16, "sinks": 4}')
         done = command(place, family, out, *more)
         assert done.exit_code == 0, done.output
         found[family] = (out, done.stdout)

@@ -238,11 +238,13 @@ WORDS = (
 
 def test_the_command_trains_and_says_where(place, tmp_path):
     out = ("--out", str(tmp_path / "run"), "--data", str(place))
-    done = command(*WORDS, *out, "--set", "options.method=entropy", "--set", "options.near=16")
+    done = command(*WORDS, *out, "--set", "options.method=paper", "--set", "options.near=16")
     assert done.exit_code == 0, done.output
+    assert "recommended for the place 'encoder': lln_diag" in done.output
     assert "tokens/s" in done.output and str(tmp_path / "run") in done.output.replace("\n", "")
     row = read_rows(tmp_path / "run" / "results.jsonl")[0]
-    assert row["configuration"]["options"] == {"method": "entropy", "near": 16}
+    assert row["mechanism"] == "lln_diag"
+    assert row["configuration"]["options"] == {**recommended(), "method": "paper", "near": 16}
     assert row["configuration"]["learning_rate"] == 1e-3
 
 
