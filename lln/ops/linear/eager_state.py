@@ -120,8 +120,17 @@ def _read(
         weights = _slot_weights(_grouped(q[:, :, part], heads), scale, log_mass, scratch)
         if slot_dropout is not None:
             weights *= _grouped(slot_dropout[:, :, part], heads)
-        out[:, :, part] = (weights @ mean[:, :, None]).flatten(1, 2)
+        _multiply_into(_grouped(out[:, :, part], heads), weights, mean)
     return out
+
+
+def _multiply_into(out: Tensor, weights: Tensor, mean: Tensor) -> None:
+    """``out[b, h, g] = weights[b, h, g] @ mean[b, h]``, held only once where the dtypes agree."""
+    if out.dtype != mean.dtype:
+        out.copy_(weights @ mean[:, :, None])
+        return
+    tables = mean[:, :, None].expand(-1, -1, out.shape[2], -1, -1)
+    torch.bmm(weights.flatten(0, 2), tables.flatten(0, 2), out=out.view(-1, *out.shape[-2:]))
 
 
 def _read_backward(
