@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import lln
+from lln.nn.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -61,6 +62,13 @@ def test_list_is_complete():
     assert done.exit_code == 0
     assert all(name in done.stdout for name in lln.list_mechanisms())
     assert "todo" not in done.stdout.lower()
+
+
+def test_list_tells_what_recommended_stands_for():
+    assert "lln list recommended" in in_process("list").stdout
+    said = in_process("list", "recommended").stdout
+    assert all(place in said for place in PRESETS)
+    assert "near=Near(128, overlap=128, sinks=4, joint=True)" in " ".join(said.split())
 
 
 def test_list_describes_one_mechanism_and_suggests_a_name():

@@ -53,6 +53,13 @@ def test_near_means_the_same_in_function_module_and_zoo():
     torch.testing.assert_close(whole.attention(q, k, v), out)
 
 
+@pytest.mark.parametrize(
+    "near", [lln.Near(4), lln.Near(4, overlap=2, sinks=1, scale=0.3, joint=True)]
+)
+def test_a_near_field_is_shown_as_one_writes_it(near):
+    assert eval(repr(near), {"Near": lln.Near}) == near
+
+
 def test_a_fixed_mix_is_kept_and_dropped_out_like_a_learned_one():
     q, k, v = inputs()
     fixed = LLNAttention(4, 8, num_kv_heads=2, near=4, mix=torch.tensor([0.1, 0.4, 0.5, 0.9]))

@@ -86,6 +86,9 @@ def list_mechanisms(
     console = Console()
     if not console.is_terminal:
         console.width = IN_A_PIPE
+    if name == "recommended":
+        console.print(_presets(Table(box=None, pad_edge=False)))
+        return
     if name is not None:
         try:
             entry = zoo.describe(name)
@@ -101,8 +104,22 @@ def list_mechanisms(
         table.add_row(entry.name, entry.paper, entry.time, _forms(entry))
     console.print(table)
     console.print("More of one, with its options: lln list NAME", style="dim", highlight=False)
+    line = "The name recommended chooses one by its place: lln list recommended"
+    console.print(line, style="dim", highlight=False)
     others = ", ".join(name for name in zoo.KNOWN if name not in zoo.MECHANISMS)
     console.print(f"For studies only: {others}", style="dim", highlight=False)
+
+
+def _presets(table):
+    """What the name "recommended" stands for: a line for each place."""
+    from lln.nn.presets import PRESETS
+
+    for column in ("place", "a model that is", "mechanism", "options"):
+        table.add_column(column)
+    for place, (mechanism, options) in PRESETS.items():
+        start = "trained with softmax" if place.startswith("convert") else "trained from scratch"
+        table.add_row(place, start, mechanism, _assigned(options))
+    return table
 
 
 def _forms(entry) -> str:
@@ -110,8 +127,8 @@ def _forms(entry) -> str:
     return ", ".join(form for form, there in offered.items() if there)
 
 
-def _options_text(entry) -> str:
-    return ", ".join(f"{option}={value!r}" for option, value in entry.defaults.items()) or "none"
+def _assigned(options) -> str:
+    return ", ".join(f"{option}={value!r}" for option, value in options.items()) or "none"
 
 
 def _record(entry, table):
@@ -128,7 +145,7 @@ def _record(entry, table):
         "learns in addition": entry.parameters,
         "replaces the FFN": "yes" if entry.replaces_ffn else "no",
         "needs max_length": "yes" if entry.needs_length else "no",
-        "defaults": _options_text(entry),
+        "defaults": _assigned(entry.defaults),
         "source": entry.source,
         "note": entry.note,
     }

@@ -55,7 +55,7 @@ REFUSALS = {
     "width": "the width of q is split on dimension 'inner'",
     "others": "batch, heads or tokens must be split alike: k.redistribute",
     "key heads": "1 key heads cannot be split over 2 processes beside 4 query heads",
-    "blocks": "16 tokens are split into [8, 8] with near=Near(block=16",
+    "blocks": "16 tokens are split into [8, 8] with near=Near(16",
     "scale": "alpha has shape [2, 4, 16, 8]; pass a number",
     "dropout": "dropout is refused for DTensors",
     "running": "joint=True and statistics='running' while training is refused for DTensors",

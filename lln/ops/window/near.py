@@ -49,6 +49,13 @@ class Near:
         if not isinstance(self.joint, bool):
             raise TypeError(f"joint={self.joint!r} must be True or False")
 
+    def __repr__(self) -> str:
+        """As one writes it: without what is the default."""
+        given = self.to_json()
+        names = given if isinstance(given, Mapping) else {}
+        beyond = [f"{name}={value!r}" for name, value in names.items() if name != "block"]
+        return f"Near({', '.join([str(self.block), *beyond])})"
+
     @staticmethod
     def read(given: Any, head_dim: int | None = None) -> Near | None:
         """What is given as ``near``: a number, itself, what :meth:`to_json` made of it, or None.
