@@ -147,6 +147,30 @@ def bench_profile(
         raise typer.BadParameter(str(error)) from None
 
 
+@bench_app.command("commits")
+def bench_commits(
+    tree: Annotated[Path, typer.Argument(help="A clone of another commit.", exists=True)],
+    op: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
+    minutes: Annotated[float, typer.Option(help="Stop after, compiling not included.")] = 60.0,
+    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),
+) -> None:
+    """Compare the kernels with those of another commit on a CUDA device.
+
+    Both commits prepare a call as a CUDA graph and replay it in turns. Shows how many times as long
+    this commit takes.
+    """
+    import torch
+
+    from lln_study.bench import commits
+
+    if not torch.cuda.is_available():
+        raise SystemExit("lln bench commits compares CUDA graphs: there is no CUDA device")
+    try:
+        commits.run(tree, out, cases=commits.graphs(op), minutes=minutes)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 @bench_app.command("monitor")
 def bench_monitor(
     out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),
