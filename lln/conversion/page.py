@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lln.conversion.gain import gain_lines, gain_words
+from lln.conversion.ranking import ranking
 from lln.report.heat_map import heat_map
 from lln.report.lines import Axis
 from lln.report.numbers import three_digits
@@ -17,7 +18,7 @@ STAGES = {
     "softmax": "softmax model",
     "calibrate": "exchanged and calibrated",
     "transfer": "after transfer",
-    "keep": "some layers keep softmax",
+    "keep": "some heads keep softmax",
     "recover": "after recovery",
 }
 # name in conversion.json -> column, digits
@@ -79,6 +80,7 @@ def build(found: Found) -> Page:
     sections = [
         Section("Stages", _stages(found)),
         Section("Layers", _layers(found)),
+        Section("Key heads", ranking(found)),
         Section("Learning", _learning(found)),
         Section("Near and far", _branches(found)),
         Section("By position", _positions(found)),
