@@ -1,4 +1,4 @@
-"""The order of key heads in a report: what each is worth, by recall and by error."""
+"""Recall and key heads in a report: what is found again, and what each head is worth for it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,25 @@ pairs and sayings from beyond the window, shared out among the heads on the way 
 linear attention (integrated gradients), so that all add up to what is lost with none kept. Part in
 the error: ‖difference‖² / ‖softmax's‖² of its layer. conversion.json has all heads.
 """
+RECALL_TEXT = """
+Recall: pieces of random tokens are said, and asked for again from beyond the window. Pairs have a
+key of two tokens and a value of one, needles a cue and an answer of four with others between.
+−ln p of the tokens asked for, in nats, and the share that is the most likely one.
+"""
+
+
+def recalled(found: Found) -> list[Block]:
+    """Loss and accuracy of generated recall, of both models."""
+    rows = found.get("recall")
+    if not rows:
+        return []
+    lines = [
+        [f"{row['task']}, {row['model']}", f"{row['beyond']:,}", f"{row['tokens']:,}",
+         f"{row['loss']:.3f}", f"{row['accuracy']:.0%}"]
+        for row in rows
+    ]  # fmt: skip
+    columns = ["", "tokens back, at least", "asked for", "nats a token", "right"]
+    return [Text(RECALL_TEXT), Table(columns, lines)]
 
 
 def ranking(found: Found) -> list[Block]:
