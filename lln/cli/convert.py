@@ -39,6 +39,10 @@ def convert(
         float | None,
         typer.Option(help="Highest learning rate of them; default 2e-5, from scratch 5e-4."),
     ] = None,
+    short_windows: Annotated[
+        float | None,
+        typer.Option(help="Share of all updates in which near windows end after the last tokens."),
+    ] = None,
     from_scratch: Annotated[
         bool,
         typer.Option(
@@ -120,8 +124,8 @@ def convert(
             device=device,
             precision=precision,
             seed=seed,
-            transfer_options=_rate(transfer_rate),
-            recover_options=_rate(recover_rate),
+            transfer_options=_learning(transfer_rate, short_windows),
+            recover_options=_learning(recover_rate, short_windows),
             from_scratch=from_scratch,
         )
         found = convert_and_judge(settings, typer.echo)
@@ -144,8 +148,10 @@ def _transfer_steps(given: int | None, from_scratch: bool) -> int:
     return given
 
 
-def _rate(given: float | None) -> dict[str, Any]:
-    return {} if given is None else {"learning_rate": given}
+def _learning(rate: float | None, short_windows: float | None) -> dict[str, Any]:
+    """Arguments of a stage that learns, those that are given."""
+    given = {"learning_rate": rate, "short_windows": short_windows}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _keep(keep: int, memory: str | None, context: int | None) -> Any:
