@@ -156,7 +156,7 @@ def _learning(rate: float | None, short_windows: float | None) -> dict[str, Any]
 
 def _keep(keep: int, memory: str | None, context: int | None) -> Any:
     """A number of key heads, or the cache that they have to fit into."""
-    from lln.hf import CacheShare
+    from lln.conversion.settings import CacheShare
 
     if memory is None:
         if context is not None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-FEW = 16  # tokens of a short window's block, and of its overlap
+FEW = 16  # tokens of a short window's blocks, and of those before a block
 
 
 def check_short_windows(share: float) -> None:
@@ -20,7 +19,7 @@ def check_short_windows(share: float) -> None:
 
 @contextlib.contextmanager
 def short_windows(cores: Iterable[Any], share: float, *, seed: int, step: int) -> Iterator[None]:
-    """In a share of the updates let near windows end after the last few tokens; sinks stay.
+    """In a share of the updates let near windows end after the last few tokens.
 
     Keys that leave the window become far keys, so softmax remains what is to be imitated. All
     layers have short windows in the same updates, which ``seed`` and ``step`` decide.
@@ -30,7 +29,7 @@ def short_windows(cores: Iterable[Any], share: float, *, seed: int, step: int) -
     before = [(core, core.near) for core in cores if drawn and getattr(core, "near", None)]
     try:
         for core, near in before:
-            core.near = replace(near, block=min(near.block, FEW), overlap=min(near.overlap, FEW))
+            core.near = near.within(FEW)
         yield
     finally:
         for core, near in before:
