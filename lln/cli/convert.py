@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +39,10 @@ def convert(
         float | None,
         typer.Option(help="Highest learning rate of them; default 2e-5, from scratch 5e-4."),
     ] = None,
+    short_windows: Annotated[
+        float | None,
+        typer.Option(help="Share of all updates in which near windows end after the last tokens."),
+    ] = None,
     from_scratch: Annotated[
         bool,
         typer.Option(
@@ -46,13 +51,29 @@ def convert(
             "--transfer-steps), --recover-steps updates of all weights on the model's answers.",
         ),
     ] = False,
-    keep: Annotated[str, typer.Option(help="Layers that keep softmax: 0, n, or auto.")] = "0",
-    keep_heads: Annotated[
-        str, typer.Option(help="Heads of other layers that keep softmax: 0, n, or auto.")
-    ] = "0",
-    budget: Annotated[
-        float, typer.Option(help="For auto: time of attention, in that with none kept.")
-    ] = 1.25,
+    keep: Annotated[
+        int,
+        typer.Option(min=0, help="Key heads that keep softmax, with all query heads of each."),
+    ] = 0,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE",
+            help="In place of --keep: as many key heads as a cache of this share of softmax's "
+            "holds after --context tokens, such as 1/7.",
+        ),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens after which --memory counts.")
+    ] = None,
+    keep_by: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ORDER",
+            help="Which key heads: retrieval (default in decoders), those without which generated "
+            "recall suffers most, or error, those that differ most from softmax.",
+        ),
+    ] = None,
     attention: Annotated[str, typer.Option(help="A name of `lln list`.")] = "lln_nearfar",
     option: Annotated[
         list[str] | None,
@@ -80,7 +101,6 @@ def convert(
     model over that of the new one (decoders).
     """
     with plain_errors("lln convert"):
-        kept, kept_heads = _keep("--keep", keep), _keep("--keep-heads", keep_heads)
         let_waiting_threads_sleep()
         from lln.conversion.run import convert_and_judge, met
         from lln.conversion.settings import Settings
@@ -95,9 +115,8 @@ def convert(
             options=mechanism_options(option, "--set"),
             transfer_steps=_transfer_steps(transfer_steps, from_scratch),
             recover_steps=recover_steps,
-            keep=kept,
-            keep_heads=kept_heads,
-            budget=budget,
+            keep=_keep(keep, memory, context),
+            keep_by=keep_by,
             held_out=held_out,
             judge_articles=judge_articles,
             cost_length=cost_length,
@@ -105,8 +124,8 @@ def convert(
             device=device,
             precision=precision,
             seed=seed,
-            transfer_options=_rate(transfer_rate),
-            recover_options=_rate(recover_rate),
+            transfer_options=_learning(transfer_rate, short_windows),
+            recover_options=_learning(recover_rate, short_windows),
             from_scratch=from_scratch,
         )
         found = convert_and_judge(settings, typer.echo)
@@ -129,16 +148,39 @@ def _transfer_steps(given: int | None, from_scratch: bool) -> int:
     return given
 
 
-def _rate(given: float | None) -> dict[str, Any]:
-    return {} if given is None else {"learning_rate": given}
+def _learning(rate: float | None, short_windows: float | None) -> dict[str, Any]:
+    """Arguments of a stage that learns, those that are given."""
+    given = {"learning_rate": rate, "short_windows": short_windows}
+    return {name: value for name, value in given.items() if value is not None}
 
 
-def _keep(name: str, text: str) -> int | str:
-    if text == "auto":
-        return text
-    if not text.isdigit():
-        raise typer.BadParameter(f"{name} {text!r} is neither a number nor auto")
-    return int(text)
+def _keep(keep: int, memory: str | None, context: int | None) -> Any:
+    """A number of key heads, or the cache that they have to fit into."""
+    from lln.conversion.settings import CacheShare
+
+    if memory is None:
+        if context is not None:
+            raise ValueError(
+                f"--context {context} is of --memory, which is missing; add such as --memory 1/7"
+            )
+        return keep
+    if keep:
+        raise ValueError(
+            f"--keep {keep} and --memory {memory} both say how many heads keep softmax; leave one "
+            "of them out"
+        )
+    if context is None:
+        raise ValueError(
+            f"--memory {memory} is a share of softmax's cache, which grows; say after how many "
+            "tokens, such as --context 8192"
+        )
+    try:
+        share = float(Fraction(memory))
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"--memory {memory} is not a share; give such as 1/7 or 0.15") from None
+    if not 0 < share <= 1:
+        raise ValueError(f"--memory {memory} is not in (0, 1]; give such as 1/7 or 0.15")
+    return CacheShare(share, context)
 
 
 def _show(found: dict[str, Any], out: Path) -> None:

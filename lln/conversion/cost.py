@@ -8,7 +8,7 @@ import inspect
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from lln.conversion.watched import watched
 from lln.device import memory
 from lln.device.timing import MIN_SAMPLES
+from lln.hf.conversion.cache_size import cache_bytes, filled_cache, read
 
 Row = dict[str, Any]
 NAMES = ("teacher", "student")
@@ -89,51 +90,17 @@ def decode_cost(
     rows = []
     for context in watched(contexts, label):
         ids = _ids(teacher, context, batch_size)
-        caches = [_filled(model, ids.to(model.device), chunk) for model in (teacher, student)]
-        sizes = {f"{name}_cache": cache_bytes(x) for name, x in zip(NAMES, caches, strict=True)}
+        caches = [filled_cache(model, ids.to(model.device), chunk) for model in (teacher, student)]
+        sizes = {
+            f"{name}_cache": cache_bytes(x.layers) for name, x in zip(NAMES, caches, strict=True)
+        }
         runs = {
-            name: functools.partial(_step, model, ids[:, -1:].to(model.device), cache)
+            name: functools.partial(read, model, ids[:, -1:].to(model.device), cache)
             for name, model, cache in zip(NAMES, (teacher, student), caches, strict=True)
         }
         row = {"context": context, "batch_size": batch_size, "device": str(teacher.device)}
         rows.append(row | _in_turns(runs, teacher.device, 0.0, turns=new_tokens) | sizes)
     return rows
-
-
-def cache_bytes(cache: Any) -> int:
-    """Bytes that a cache of transformers keeps alive: the storages of all its tensors."""
-    storages = (x.untyped_storage() for layer in cache.layers for x in _tensors(vars(layer)))
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors(part)
-    elif dataclasses.is_dataclass(value):
-        yield from _tensors(vars(value))
-
-
-def _filled(model: Any, ids: Tensor, chunk: int) -> Any:
-    """A cache as ``generate`` would make it, after it has read these tokens."""
-    from transformers import DynamicCache
-
-    from lln.hf.cache import use_states
-
-    cache = DynamicCache(config=model.config)
-    use_states(cache, list(model.modules()))
-    for part in ids.split(chunk, 1):
-        _step(model, part, cache)
-    return cache
-
-
-def _step(model: Any, ids: Tensor, cache: Any) -> None:
-    model(ids, past_key_values=cache, use_cache=True, **_last_logit(model))
 
 
 def _last_logit(model: Any) -> dict[str, int]:

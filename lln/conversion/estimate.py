@@ -49,7 +49,7 @@ def try_out(model: Any, batches: Sequence[Mapping[str, Any]], arguments: Mapping
     """Convert a copy of a model with two updates of every stage, and note how long each takes.
 
     Args:
-        arguments: Those of :func:`lln.hf.convert`; layers that keep softmax are not looked for.
+        arguments: Those of :func:`lln.hf.convert`; heads that keep softmax are not looked for.
     """
     found = Pace()
     batch = {name: x for name, x in batches[0].items() if name != "labels"}
@@ -70,7 +70,6 @@ def try_out(model: Any, batches: Sequence[Mapping[str, Any]], arguments: Mapping
         "calibration": 1,
         "held_out": [batches[0]],
         "keep": 0,
-        "keep_heads": 0,
         "measure": lambda model: ended.append(lap()) or {},
         "progress": progress,
     }

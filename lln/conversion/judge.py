@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lln.conversion import branches, decoders, encoders, needles
 from lln.conversion.masking import Masking, masked_scores
+from lln.conversion.recall import recall_rows
 from lln.conversion.shares import near_shares
 from lln.conversion.subject import Subject, Texts
 from lln.conversion.texts import Batches, TooShort, encoder_batches
@@ -22,7 +24,10 @@ from lln.texts import glue
 
 Row = dict[str, Any]
 WINDOW = 2048  # tokens of perplexity and needles
-LONGEST_ON_GPU = 8192  # tokens of the loss by position
+LONGEST_ON_GPU = (
+    8192  # tokens of the loss by position, of needles further back, of perplexity again
+)
+FURTHEST = 6000  # tokens back to a needle
 SHARE_BATCHES = 2
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 48, 48
 
@@ -219,6 +224,8 @@ class DecoderJudge:
         length = min(self.window, len(self.ids))
         distances = max(length.bit_length() - 4, 1)
         both = len(self.ids) + self._needle_count() * distances * length  # positions, needles
+        if self.teacher.device.type == "cuda":  # both again, in longer windows
+            both += 2 * len(self.ids) + self._needle_count() * 3 * LONGEST_ON_GPU
         return self.tokens + both, (stages + len(branches.BRANCHES)) * self.tokens + both
 
     def _needle_count(self) -> int:
@@ -249,7 +256,9 @@ class DecoderJudge:
                 )
                 for name, model in models.items()
             },
-            "needles": self._needles(models, min(self.window, len(self.ids)), self._needle_count()),
+            "perplexity_long": self._long(models, longest),
+            "needles": self._needles(models, longest),
+            "recall": self._recall(models),
             "texts": decoders.side_by_side(
                 self.teacher,
                 student,
@@ -265,22 +274,49 @@ class DecoderJudge:
         count = min(SHARE_BATCHES, len(self.ids) // length)
         return [{"input_ids": own[None]} for own in self.ids[: count * length].view(count, length)]
 
-    def _needles(self, models: dict[str, Any], length: int, count: int) -> list[Row]:
-        tokenizer = self.subject.tokenizer
-        wanted: list[int | None] = [None]
-        for power in range(4, length.bit_length()):
-            with_space = 1 << power
-            try:
-                needles.needle(tokenizer, self.ids, with_space, length=length)
-            except ValueError:
-                continue  # the sentence is longer than that, or the text shorter
-            wanted.append(with_space)
-        if len(wanted) == 1:
+    def _long(self, models: dict[str, Any], longest: int) -> Row:
+        """Perplexity in longer windows, where text and model have them."""
+        if longest <= self.window:
+            return {}
+        options = {"window": longest, "stride": longest // 2, "label": "longer windows"}
+        found = {
+            name: decoders.perplexity(x, self.ids, **options)["perplexity"]
+            for name, x in models.items()
+        }
+        return {**found, "window": longest}
+
+    def _needles(self, models: dict[str, Any], longest: int) -> list[Row]:
+        """Needles in texts of a window, and in longer ones where they are further back."""
+        length = min(self.window, len(self.ids))
+        near = self._possible([1 << power for power in range(4, length.bit_length())], length)
+        if not near:
             self.notes.append(f"No needles: {length} tokens are too few.")
             return []
-        return needles.find_needles(
-            models, tokenizer, self.ids, wanted, length=length, count=count, label="needles"
-        )
+        further = [1 << power for power in range(4, longest.bit_length())]
+        far = self._possible([x for x in (*further, FURTHEST) if x > near[-1]], longest)
+        given = (models, self.subject.tokenizer, self.ids)
+        options = {"count": self._needle_count(), "label": "needles"}
+        return [
+            *needles.find_needles(*given, [None, *near], length=length, **options),
+            *(needles.find_needles(*given, far, length=longest, **options) if far else ()),
+        ]
+
+    def _possible(self, distances: Sequence[int], length: int) -> list[int]:
+        """The distances at which the sentence and the text have room."""
+        found = []
+        for distance in distances:
+            with contextlib.suppress(ValueError):
+                needles.needle(self.subject.tokenizer, self.ids, distance, length=length)
+                found.append(distance)
+        return found
+
+    def _recall(self, models: dict[str, Any]) -> list[Row]:
+        """Generated recall beyond the window; none where there is no window, or no room."""
+        try:
+            return recall_rows(models, models["student"])
+        except ValueError as error:
+            self.notes.append(f"No recall: {error}")
+            return []
 
     def _prompts(self) -> list[str]:
         tokens = min(PROMPT_TOKENS, self.subject.at_most(2 * PROMPT_TOKENS) // 2)

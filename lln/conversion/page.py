@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lln.conversion.gain import gain_lines, gain_words
+from lln.conversion.ranking import ranking, recalled
 from lln.report.heat_map import heat_map
 from lln.report.lines import Axis
 from lln.report.numbers import three_digits
@@ -17,7 +18,7 @@ STAGES = {
     "softmax": "softmax model",
     "calibrate": "exchanged and calibrated",
     "transfer": "after transfer",
-    "keep": "some layers keep softmax",
+    "keep": "some heads keep softmax",
     "recover": "after recovery",
 }
 # name in conversion.json -> column, digits
@@ -79,6 +80,7 @@ def build(found: Found) -> Page:
     sections = [
         Section("Stages", _stages(found)),
         Section("Layers", _layers(found)),
+        Section("Key heads", ranking(found)),
         Section("Learning", _learning(found)),
         Section("Near and far", _branches(found)),
         Section("By position", _positions(found)),
@@ -95,10 +97,9 @@ def build(found: Found) -> Page:
 
 
 def _lede(found: Found) -> str:
-    kept = found["kept"]
-    layers = f"{len(kept)} of {found['layers']} layers keep softmax" if kept else "no layer kept"
-    heads = sum(map(len, found.get("kept_heads", {}).values()))
-    layers += f", {heads} heads of others do" if heads else ""
+    kept = found["kept_key_heads"]
+    heads = sum(map(len, kept.values()))
+    said = f"{heads} of {found['key_heads']} key heads keep softmax" if heads else "no head kept"
     if found["agreement"] is None:
         what = "How well it agrees with the softmax model was not measured"
     elif found["kind"] == "encoder":
@@ -108,7 +109,7 @@ def _lede(found: Found) -> str:
     near = f", at most {found['near_keys']} near keys a query" if found["near_keys"] else ""
     begun = "; weights drawn anew, from scratch" if found.get("from_scratch") else ""
     return (
-        f"{what} on held-out text; {layers}{near}{begun}; {found['tokens']:,} tokens of "
+        f"{what} on held-out text; {said}{near}{begun}; {found['tokens']:,} tokens of "
         f"conversion. {gain_words(found)} Every number on this page was measured by the run that "
         "wrote it."
     )
@@ -296,10 +297,10 @@ def _needles(found: Found) -> list[Block]:
             values = [f"{cells[name, distance][key]:.0%}" for distance in distances]
             lines.append([f"{label}: {what}", *values])
     columns = ["distance", *("never said" if d is None else f"{d:,}" for d in distances)]
-    first = rows[0]
     near = f"; near keys reach {found['near_keys']} tokens" if found["near_keys"] else ""
-    title = f"{first['needles']} needles at each distance, {first['length']:,} tokens{near}"
-    return [Text(NEEDLES_TEXT), Table(columns, lines, title)]
+    lengths = " or ".join(f"{length:,}" for length in dict.fromkeys(x["length"] for x in rows))
+    title = f"{rows[0]['needles']} needles at each distance, in {lengths} tokens{near}"
+    return [Text(NEEDLES_TEXT), Table(columns, lines, title), *recalled(found)]
 
 
 def _texts(found: Found) -> list[Block]:

@@ -8,7 +8,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -185,7 +185,7 @@ def _estimate(
     pace = try_out(_start(settings, subject), batches, _arguments(settings, judge))
     tokens = settings.batch_size * length
     steps = {"transfer_steps": settings.transfer_steps, "recover_steps": settings.recover_steps}
-    stages = 1 + sum(map(bool, (*steps.values(), settings.keep or settings.keep_heads)))
+    stages = 1 + sum(map(bool, (*steps.values(), settings.keep)))
     softmax, converted = judge.work(stages)
     parts = {
         "to learn": pace.learning(batches=CALIBRATION, **steps),
@@ -225,8 +225,7 @@ def _arguments(settings: Settings, judge: Judge) -> Row:
             **settings.transfer_options,
         },
         "keep": settings.keep,
-        "keep_heads": settings.keep_heads,
-        "budget": settings.budget,
+        "keep_by": settings.keep_by,
         "recover_steps": settings.recover_steps,
         "recover_options": {"embeddings": True, **recover_options} if scratch else recover_options,
     }
@@ -288,6 +287,9 @@ def _findings(
         "layers": len(done.errors["calibrate"]),
         "kept": done.kept,
         "kept_heads": {str(layer): list(heads) for layer, heads in done.kept_heads.items()},
+        "kept_key_heads": {str(layer): heads for layer, heads in done.kept_key_heads.items()},
+        "key_heads": done.key_heads,
+        "scores": {order: _by_layer(found) for order, found in done.scores.items()},
         "length": length,
         "positions": subject.longest if subject.table else None,
         "batch_size": settings.batch_size,
@@ -305,6 +307,11 @@ def _findings(
         "settings": settings.decisive(),
         **({"from_scratch": True} if settings.from_scratch else {}),
     }
+
+
+def _by_layer(scores: Mapping[int, Sequence[float]]) -> list[list[float]]:
+    """Scores of key heads in the order of the layers, to the digits that matter."""
+    return [[round(value, 5) for value in scores[layer]] for layer in sorted(scores)]
 
 
 def near_keys(options: Mapping[str, Any], *, causal: bool) -> int | None:

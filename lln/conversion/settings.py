@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lln.hf import CacheShare
+
 Row = dict[str, Any]
 # Of recovery where weights begin anew: 2e-5 would leave them nearly as they were drawn.
 SCRATCH_RATE = 5e-4
@@ -26,8 +28,8 @@ class Settings:
         out: Folder of the converted model and its report.
         length: Tokens of a sequence; default 512 for encoders, 2,048 for decoders.
         options: Of the attention; they change single ones of :func:`lln.hf.convert`.
-        keep: How many layers keep softmax, or "auto" within ``budget``.
-        keep_heads: How many heads of the other layers do, or "auto" within what is left of it.
+        keep: How many key heads keep softmax, or how large a cache they may make.
+        keep_by: What a key head is worth, "retrieval" or "error"; default by the kind of model.
         from_scratch: Draw the weights anew instead of taking those of the model, which is then the
             teacher alone: the rival that every conversion has to beat at as many tokens. It has no
             transfer, for there is no trained softmax in its layers, and all of its weights learn.
@@ -51,9 +53,8 @@ class Settings:
     options: Mapping[str, Any] = field(default_factory=dict)
     transfer_steps: int = 300
     recover_steps: int = 100
-    keep: int | str = 0
-    keep_heads: int | str = 0
-    budget: float = 1.25
+    keep: int | CacheShare = 0
+    keep_by: str | None = None
     held_out: Path | None = None
     judge_articles: int = 200
     cost_length: int | None = None
@@ -84,10 +85,11 @@ class Settings:
                 "drawn weights have no trained softmax to imitate; leave it out, and give "
                 "--recover-steps as many updates as the conversion it is compared with has in all"
             )
-        if self.keep or self.keep_heads:
+        if self.keep:
+            asked = "--memory" if isinstance(self.keep, CacheShare) else f"--keep {self.keep}"
             raise ValueError(
-                f"--keep {self.keep}, --keep-heads {self.keep_heads} with --from-scratch: freshly "
-                "drawn weights have no softmax worth keeping; leave them out"
+                f"{asked} with --from-scratch: freshly drawn weights have no softmax worth "
+                "keeping; leave it out"
             )
 
     def decisive(self) -> Row:

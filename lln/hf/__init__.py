@@ -9,6 +9,7 @@ except ImportError as error:  # pragma: no cover
 
 from lln.hf.cache import StateLayer
 from lln.hf.calibrate import calibrate
+from lln.hf.conversion.cache_size import CacheShare
 from lln.hf.conversion.convert import Conversion, convert
 from lln.hf.conversion.recover import recover
 from lln.hf.conversion.transfer import transfer
@@ -20,6 +21,7 @@ from lln.hf.serving.engine import Engine
 from lln.hf.serving.stream import Stream
 
 __all__ = [
+    "CacheShare",
     "Conversion",
     "Engine",
     "Replacement",

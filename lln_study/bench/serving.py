@@ -61,6 +61,17 @@ class Setting:
         )
         return LlamaForCausalLM(config).eval()
 
+    def spread(self, keep: int) -> dict[int, list[int]]:
+        """The query heads of so many key heads, by layer: the layers in turn, evenly apart."""
+        total, group = self.layers * self.kv_heads, self.heads // self.kv_heads
+        if keep > total:
+            raise ValueError(f"keep={keep} of {total} key heads: give 0 to {total}")
+        found: dict[int, list[int]] = {}
+        for number in range(keep):
+            layer, head = divmod(number * total // keep, self.kv_heads)
+            found.setdefault(layer, []).extend(range(head * group, (head + 1) * group))
+        return found
+
     def words(self) -> str:
         """For the configuration of a row."""
         heads = f"{self.heads} heads ({self.kv_heads} of keys) of {self.head_dim}"
@@ -79,42 +90,58 @@ def run(
     seats: Sequence[int] = (1, 8),
     lengths: Sequence[int] = (2048, 8192, 65_536),
     steps: int = 20,
+    keep: Sequence[int] = (0,),
     setting: Setting | None = None,
     console: Console | None = None,
 ) -> Path:
-    """Check, then measure; write ``serving_hardware_date.json``."""
+    """Check, then measure; write ``serving_hardware_date.json``, ``serving-kept_…`` with ``keep``.
+
+    Args:
+        keep: Numbers of key heads of our model that keep softmax.
+    """
     console = console or wide_console()
     setting = setting or (SMOLLM2 if device.startswith("cuda") else Setting())
-    models = make(setting, device)
-    check(models)
-    cases = [(count, length) for count in seats for length in lengths]
+    cases = [(kept, count, length) for kept in keep for count in seats for length in lengths]
+    models: dict[int, dict[str, Any]] = {}
     table = Table(title="A step of the engine", title_justify="left")
-    for name in ("seats", "tokens so far", "ours, ms", "softmax, ms", "softmax ÷ ours"):
+    for name in (
+        "key heads kept",
+        "seats",
+        "tokens so far",
+        "ours, ms",
+        "softmax, ms",
+        "softmax ÷ ours",
+    ):
         table.add_column(name, justify="right")
     for name in ("ours, MiB", "softmax, MiB"):
         table.add_column(name, justify="right")
     rows = []
-    for count, length in track(cases, "serving", console=console, transient=True):
-        row = measure(models, count, length, steps=steps)
-        rows.append({**row, **machine.facts(device)})
+    for kept, count, length in track(cases, "serving", console=console, transient=True):
+        if kept not in models:  # one pair at a time
+            models = {kept: make(setting, device, keep=kept)}
+            check(models[kept])
+        row = measure(models[kept], count, length, steps=steps)
+        rows.append({**row, **({"kept_key_heads": kept} if kept else {}), **machine.facts(device)})
         rows[-1]["configuration"] = f"{setting.words()}; preset {OURS}; {machine.conditions()}"
         times = [three_digits(row[name]) for name in ("ours_ms", "softmax_ms")]
         sizes = [f"{row[name] / 2**20:,.1f}" for name in ("ours_bytes", "softmax_bytes")]
-        table.add_row(f"{count}", f"{length:,}", *times, f"{row['ratio']:.2f}×", *sizes)
+        table.add_row(f"{kept}", f"{count}", f"{length:,}", *times, f"{row['ratio']:.2f}×", *sizes)
     console.print(table)
-    path = saved.save_json({"rows": rows}, folder, subject=SUBJECT, device=device)
+    subject = f"{SUBJECT}-kept" if any(keep) else SUBJECT
+    path = saved.save_json({"rows": rows}, folder, subject=subject, device=device)
     console.print(f"wrote {path}")
     return path
 
 
-def make(setting: Setting, device: str) -> dict[str, Any]:
-    """The two models, with the same weights."""
+def make(setting: Setting, device: str, *, keep: int = 0) -> dict[str, Any]:
+    """The two models, with the same weights; so many key heads keep softmax, layers apart."""
     import lln.hf
 
     torch.manual_seed(0)
     ours, softmax = setting.model(), setting.model()
     softmax.load_state_dict(ours.state_dict())
-    lln.hf.replace(ours, "lln_nearfar", quiet=True, **recommended(OURS))
+    done = lln.hf.replace(ours, "lln_nearfar", quiet=True, **recommended(OURS))
+    done.keep_softmax_heads(setting.spread(keep))
     lln.hf.calibrate(ours, [{"input_ids": torch.randint(setting.vocabulary, (1, PROMPT))}])
     softmax.set_attn_implementation("lln_mixed")  # transformers' SDPA, in seats
     dtype = getattr(torch, setting.dtype)

@@ -198,6 +198,10 @@ def bench_serve(
         list[int] | None, typer.Option(min=600, help="Tokens so far; may be repeated.")
     ] = None,
     steps: Annotated[int, typer.Option(min=3, help="Steps per case.")] = 20,
+    keep: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Key heads that keep softmax in our model; may be repeated."),
+    ] = None,
 ) -> None:
     """Measure a step of serving against the length of the streams.
 
@@ -208,7 +212,7 @@ def bench_serve(
 
     run(
         out, device=device, seats=seats or (1, 8), lengths=length or (2048, 8192, 65_536),
-        steps=steps,
+        steps=steps, keep=keep or (0,),
     )  # fmt: skip
 
 

@@ -245,8 +245,13 @@ def test_an_unfinished_run_of_other_files_in_the_same_place_is_not_resumed(
     assert "pass another --out" in said_by(other)
 
 
-def test_layers_may_keep_softmax_beside_maps_of_what_there_was_before_rotation(place, tmp_path):
-    more = ("--keep", "1", "--recover-steps", "0", "--set", "before_rotation=true")
+def test_layers_may_keep_softmax_beside_maps_of_what_there_was_before_rotation(
+    place, tmp_path, monkeypatch
+):
+    from lln.hf.conversion import convert
+
+    more = ("--keep", "2", "--recover-steps", "0", "--set", "before_rotation=true")
+    monkeypatch.setattr(convert, "choose_kept", lambda *_: {1: [0, 1]})  # a whole layer
     done = command(place, "llama", tmp_path / "out", *more)
     assert done.exit_code == 0, done.output
     found = read(tmp_path / "out")
@@ -257,6 +262,21 @@ def test_layers_may_keep_softmax_beside_maps_of_what_there_was_before_rotation(p
     assert "lln" not in layers[kept].self_attn._modules
     assert [row["stage"] for row in found["stages"]][-1] == "keep"
     assert {row["layer"] for row in found["near_shares"]} != {0, 1}
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "2 of 4 key heads keep softmax" in page and "place by error" in page
+    for own in (*found["scores"]["retrieval"], *found["scores"]["error"]):
+        assert all(f"{score:.4f}" in page for score in own)
+    recalled = {(row["model"], row["task"]): row for row in found["recall"]}
+    assert len(recalled) == 4 and f"{recalled['student', 'pairs']['loss']:.3f}" in page
+
+
+def test_key_heads_are_kept_as_a_cache_has_room_for_them(place, tmp_path):
+    given = ("--memory", "3/4", "--context", "8192", "--recover-steps", "0")
+    done = command(place, "llama", tmp_path / "out", *given)
+    assert done.exit_code == 0, done.output
+    found = read(tmp_path / "out")
+    assert sum(map(len, found["kept_key_heads"].values())) == 2  # linear attention takes some
+    assert found["settings"]["keep"] == {"share": 0.75, "context": 8192}
 
 
 def test_another_attention_has_no_branches(place, tmp_path):
@@ -450,7 +470,12 @@ def test_a_wrong_folder_is_refused(place, tmp_path, kind, said):
         (("--device", "cpu:x"), "--device cpu:x is unknown; choose cpu, cuda"),
         (("--attention", "linformr"), "linformr"),
         (("--set", "diag_blok=3"), "diag_blok"),
-        (("--keep", "9"), "keep=9 of 2 layers"),
+        (("--keep", "9"), "keep=9 of 8 key heads"),
+        (("--memory", "1/7"), "--memory 1/7 is a share of softmax's cache, which grows"),
+        (("--memory", "1/0", "--context", "8"), "--memory 1/0 is not a share"),
+        (("--memory", "7", "--context", "8"), "--memory 7 is not in (0, 1]"),
+        (("--memory", "1/7", "--context", "8", "--keep", "2"), "leave one of them out"),
+        (("--context", "8"), "--context 8 is of --memory, which is missing"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )

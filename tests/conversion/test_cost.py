@@ -77,18 +77,18 @@ def test_the_cache_of_softmax_grows_and_the_state_does_not():
 def test_a_cache_is_counted_whole():
     """Ring, sinks, states and positions of every layer."""
     model = converted(make("llama"))
-    cache = cost._filled(model, text(1, 50), 16)
+    cache = cost.filled_cache(model, text(1, 50), 16)
     assert all(isinstance(layer, lln.hf.StateLayer) for layer in cache.layers)
     parts = [layer.memory.position for layer in cache.layers]
     parts += [x for layer in cache.layers for x in layer.memory.tensors.values()]
-    assert cost.cache_bytes(cache) == sum(x.numel() * x.element_size() for x in parts)
+    assert cost.cache_bytes(cache.layers) == sum(x.numel() * x.element_size() for x in parts)
 
 
 def test_the_state_has_read_what_the_keys_have():
     """The next token's logits after a context in chunks are those of one pass."""
     for model in (make("llama"), converted(make("llama"))):
         ids = text(1, 50)
-        cache = cost._filled(model, ids[:, :-1], 16)
+        cache = cost.filled_cache(model, ids[:, :-1], 16)
         with torch.no_grad():
             got = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
             expected = model(ids, use_cache=False).logits[:, -1]

@@ -152,7 +152,7 @@ def test_old_settings_are_stored_as_before(place, tmp_path):
     ("more", "said"),
     [
         (("--from-scratch", "--transfer-steps", "5"), "--transfer-steps 5 with --from-scratch"),
-        (("--from-scratch", "--keep", "1"), "--keep 1, --keep-heads 0 with --from-scratch"),
+        (("--from-scratch", "--keep", "1"), "--keep 1 with --from-scratch"),
         (("--recover-rate", "0"), "--recover-rate 0.0 is not positive"),
         (("--transfer-rate", "nan"), "--transfer-rate nan is not positive"),
     ],

@@ -58,12 +58,17 @@ def test_a_step_in_torch_leaves_its_inputs_and_follows_generate():
         ("llama", "lln_diag windows"),
         ("llama", "lln_nearfar before"),
         ("gpt2", "lln_diag learned"),
+        ("llama", "lln_nearfar before, a key head kept"),
     ],
 )
 def test_the_graph_follows_generate_step_by_step(family, name, tmp_path):
     """For a batch that was not traced; beyond the windows."""
+    name, kept = name.split(",")[0], name.endswith("kept")
     model, file = ready(family, name), tmp_path / "decoder.onnx"
-    step = lln.onnx.DecoderStep(model)
+    if kept:
+        model._lln_replacements.current[0].keep_softmax_heads({1: [2, 3]})
+    step = lln.onnx.DecoderStep(model, max_length=26 if kept else None)
+    assert ("layer1.kept_k" in step.names) == kept
     lln.onnx.export_decoder(step, file)
     graph, ids, state = Graph(file), text(3, 6), step.empty(3)
     options = {"return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}

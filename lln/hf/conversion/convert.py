@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,15 +17,20 @@ from transformers import PreTrainedModel
 
 from lln.hf import cores
 from lln.hf.calibrate import calibrate
+from lln.hf.conversion.cache_size import CacheShare
 from lln.hf.conversion.digest import digest_of_batches, digest_of_model
 from lln.hf.conversion.keep import (
     Heads,
+    Scores,
     check_keep,
-    check_keep_heads,
     choose_kept,
-    choose_kept_heads,
+    count_heads,
+    of_key_heads,
+    order_of,
+    query_heads,
 )
 from lln.hf.conversion.recover import copy_teacher, recover
+from lln.hf.conversion.retrieval import worth_of_key_heads
 from lln.hf.conversion.stage import (
     Row,
     Stage,
@@ -33,7 +39,7 @@ from lln.hf.conversion.stage import (
     check_gradients,
     without_labels,
 )
-from lln.hf.conversion.transfer import cores_of, transfer
+from lln.hf.conversion.transfer import transfer
 from lln.hf.positions import owner_of
 from lln.hf.replace import Replacement, attention_modules, replace, replacements_of
 from lln.hf.rotation import check_rotation
@@ -60,8 +66,12 @@ class Conversion:
         model: The converted model.
         replacement: Its undo.
         options: Those of the attention.
-        kept: Numbers of the layers that keep softmax.
-        kept_heads: Heads of the other layers that keep softmax, by layer.
+        kept: Numbers of the layers that keep softmax as a whole.
+        kept_heads: Query heads of the other layers that keep softmax, by layer.
+        kept_key_heads: Key heads that keep softmax, by layer, whole layers included.
+        key_heads: How many key heads the model has.
+        scores: By the name of an order, "error" and in decoders "retrieval", what the key heads of
+            every layer are worth; the largest are kept first.
         errors: ‖core − softmax‖ / ‖softmax‖ of each layer's attention on held-out batches, given
             the teacher's activations: after "calibrate", after "transfer", and after "keep" where
             single heads keep softmax.
@@ -76,6 +86,9 @@ class Conversion:
     options: dict[str, Any]
     kept: list[int] = field(default_factory=list)
     kept_heads: Heads = field(default_factory=dict)
+    kept_key_heads: Heads = field(default_factory=dict)
+    key_heads: int = 0
+    scores: dict[str, Scores] = field(default_factory=dict)
     errors: dict[str, dict[int, float]] = field(default_factory=dict)
     head_errors: dict[int, list[float]] = field(default_factory=dict)
     stages: list[Row] = field(default_factory=list)
@@ -107,10 +120,8 @@ def convert(
     calibration: int = 4,
     transfer_steps: int = 300,
     transfer_options: Mapping[str, Any] | None = None,
-    keep: int | str | Sequence[int] = 0,
-    keep_heads: int | str | Mapping[int, Sequence[int]] = 0,
-    budget: float = 1.25,
-    length: int = 4096,
+    keep: int | CacheShare | Mapping[int, Sequence[int]] = 0,
+    keep_by: str | None = None,
     recover_steps: int = 100,
     recover_options: Mapping[str, Any] | None = None,
     held_out: Sequence[Batch] | None = None,
@@ -121,7 +132,7 @@ def convert(
     """Give a trained softmax model linear attention that answers as softmax did.
 
     Stages: :func:`lln.hf.replace`, :func:`lln.hf.calibrate` on the first batches,
-    :func:`lln.hf.transfer` layer by layer, the choice of layers and heads that keep softmax, and
+    :func:`lln.hf.transfer` layer by layer, the choice of key heads that keep softmax, and
     :func:`lln.hf.recover` of the whole model on a frozen copy of itself. Each can be called alone.
     The model is changed in place; ``conversion.model.save_pretrained(folder)`` and
     :func:`lln.hf.load` work as after ``replace``. After an error it is as before.
@@ -138,13 +149,13 @@ def convert(
             softmax of ``model``, and ``recover_options={"embeddings": True}``.
         calibration: Number of first batches from which α, β and γ are measured.
         transfer_steps, transfer_options: Updates, and arguments of :func:`lln.hf.transfer`.
-        keep: How many of the worst layers keep softmax, by their error; a list of layers; or
-            "auto": as many as ``budget`` allows.
-        keep_heads: How many heads of the other layers keep softmax, those with the largest part in
-            the error of their layer; heads by layer, ``{3: [0, 7]}``; or "auto": as many as the
-            kept layers leave of ``budget``.
-        budget: For "auto": time of all attention at ``length`` tokens, what keeps softmax included,
-            in units of that with none kept.
+        keep: How many key heads keep softmax, each with all query heads that share it: those that
+            are worth most; as many as a :class:`lln.hf.CacheShare` holds; or the key heads by
+            layer, ``{3: [0, 2]}``. A layer whose key heads are all kept gets its softmax back.
+        keep_by: What a key head is worth. "retrieval", the default in decoders: what the model
+            loses on generated recall beyond its windows when the head becomes linear, see
+            :func:`lln.hf.conversion.retrieval.worth_of_key_heads`. "error": its part in the error
+            of its layer.
         recover_steps, recover_options: Updates, and arguments of :func:`lln.hf.recover`; 0 leaves
             all weights but the new ones as they were.
         held_out: Batches whose error decides and is reported; the last four of ``batches``
@@ -178,7 +189,9 @@ def convert(
             "teacher is the model that changes; leave it out, or pass copy.deepcopy(model)"
         )
     check_gradients("convert")
-    _check_kept(model, keep, keep_heads)
+    sizes = heads_of_layers(model)
+    check_keep(keep, {layer: size.keys for layer, size in sizes.items()})
+    order = order_of(model, keep_by)
     chosen = options
     if attention == "lln_nearfar":
         chosen = usual_options(model, options)
@@ -191,10 +204,8 @@ def convert(
         **_flat("transfer_options", transfer_options),
     }
     later = {
-        "keep": keep,
-        "keep_heads": keep_heads,
-        "budget": budget,
-        "length": length,
+        "keep": dataclasses.asdict(keep) if isinstance(keep, CacheShare) else keep,
+        "keep_by": order,
         "recover_steps": recover_steps,
         **_flat("recover_options", recover_options),
     }
@@ -207,12 +218,14 @@ def convert(
     with _given_back(model, own):
         replacement = replace(model, attention, quiet=True, **(chosen or {}))
         done = Conversion(model, replacement, dict(chosen or {}), stages=stages)
+        done.key_heads = sum(size.keys for size in sizes.values())
         if any(cores.calibration_of(core) is not None for core in model.modules()):
             calibrate(model, [without_labels(x) for x in Cycle(batches, 0, calibration)])
         broadcast(model)
         done.head_errors = head_errors(model, held)
         done.errors["calibrate"] = of_layers(done.head_errors)
         clock.done("calibrate")
+        chosen_heads = count_heads(model, keep, order)
         if transfer_steps:
             done.curves["transfer"] = transfer(
                 model,
@@ -224,30 +237,19 @@ def convert(
             done.head_errors = head_errors(model, held)
             done.errors["transfer"] = of_layers(done.head_errors)
             clock.done("transfer")
-        last = done.errors.get("transfer", done.errors["calibrate"])
-        places = list(attention_modules(model))
-        numbered = {places.index(path): core for path, core in cores_of(model).items()}
-        cost: dict[str, Any] = {"length": length, "budget": budget}
         before = stage_of["recover"].choices if folder is not None else {}
-        if before:  # by time, the choice might be another one now
-            done.kept = before["kept"]
-            done.kept_heads = {int(layer): heads for layer, heads in before["kept_heads"].items()}
+        if before:  # rounding might decide otherwise now
+            kept, done.scores = _read_choice(before)
         else:
-            done.kept = agreed(choose_kept(keep, last, numbered, **cost))
-            if keep_heads and len(done.kept) < len(numbered):
-                done.kept_heads = agreed(
-                    choose_kept_heads(
-                        keep_heads, done.head_errors, numbered, kept=done.kept, **cost
-                    )
-                )
+            if isinstance(chosen_heads, int) and chosen_heads:
+                done.scores = agreed(_scores(model, done.head_errors, sizes, order))
+            kept = agreed(choose_kept(chosen_heads, done.scores.get(order, {})))
         if folder is not None:
-            stage_of["recover"].choices = {"kept": done.kept, "kept_heads": done.kept_heads}
-        if done.kept:
-            replacement.keep_softmax(done.kept)
-        if done.kept_heads:
-            replacement.keep_softmax_heads(done.kept_heads)
-            done.errors["keep"] = layer_errors(model, held)
-        if done.kept or done.kept_heads:
+            stage_of["recover"].choices = {"kept": kept, "scores": done.scores}
+        if kept:
+            _keep(done, kept, sizes)
+            if done.kept_heads:
+                done.errors["keep"] = layer_errors(model, held)
             clock.done("keep")
         if wanted is not None and recover_steps and replacement.active:
             extra = dict(recover_options or {})
@@ -264,16 +266,51 @@ def convert(
     return done
 
 
-def _check_kept(model: nn.Module, keep: Any, keep_heads: Any) -> None:
-    """Raise for what cannot be kept, before hours of learning."""
-    places = attention_modules(model)
-    heads = {
-        number: cores.place_of(module, path).num_heads
-        for number, (path, module) in enumerate(places.items())
+class HeadCount(NamedTuple):
+    """Heads of a layer."""
+
+    queries: int
+    keys: int
+
+
+def heads_of_layers(model: nn.Module) -> dict[int, HeadCount]:
+    """How many heads every layer has, by its number."""
+    places = [cores.place_of(x, path) for path, x in attention_modules(model).items()]
+    return {n: HeadCount(place.num_heads, place.num_kv_heads) for n, place in enumerate(places)}
+
+
+def _scores(
+    model: PreTrainedModel,
+    errors: Mapping[int, Sequence[float]],
+    sizes: Mapping[int, HeadCount],
+    order: str,
+) -> dict[str, Scores]:
+    """What key heads are worth by their error, and by recall if that is to decide."""
+    found = {"error": of_key_heads(errors, {layer: size.keys for layer, size in sizes.items()})}
+    return found if order == "error" else {order: worth_of_key_heads(model), **found}
+
+
+def _keep(done: Conversion, kept: Heads, sizes: Mapping[int, HeadCount]) -> None:
+    """Let key heads of a converted model keep softmax, and layers in which all of them do."""
+    done.kept = [layer for layer, heads in kept.items() if len(heads) == sizes[layer].keys]
+    done.kept_heads = {
+        layer: query_heads(heads, sizes[layer].queries // sizes[layer].keys)
+        for layer, heads in kept.items()
+        if layer not in done.kept
     }
-    check_keep(keep, heads)
-    kept: Any = heads if keep == len(heads) else () if isinstance(keep, (int, str)) else keep
-    check_keep_heads(keep_heads, {n: count for n, count in heads.items() if n not in kept})
+    done.kept_key_heads = kept
+    done.replacement.keep_softmax_heads(done.kept_heads)
+    done.replacement.keep_softmax(done.kept)
+
+
+def _read_choice(choices: Row) -> tuple[Heads, dict[str, Scores]]:
+    """What was kept and why, from JSON, whose names are strings."""
+    kept = {int(layer): heads for layer, heads in choices["kept"].items()}
+    scores = {
+        order: {int(layer): values for layer, values in found.items()}
+        for order, found in choices["scores"].items()
+    }
+    return kept, scores
 
 
 @contextlib.contextmanager

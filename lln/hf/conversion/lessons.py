@@ -40,8 +40,10 @@ class Lesson:
     generator: torch.Generator | None = None
     errors: list[Tensor] = field(default_factory=list)
 
-    def compare(self, core: object, answer: Callable[..., Tensor], call: SoftmaxCall) -> None:
-        """Compare one call; ``answer(q, k, v)`` is that of the whole layer."""
+    def answer(
+        self, core: object, answer: Callable[..., Tensor], call: SoftmaxCall
+    ) -> Float[Tensor, "B H N E"]:
+        """What the layer says, softmax; ``answer(q, k, v)`` of the core is compared with it."""
         with torch.set_grad_enabled(self.learn), no_autocast(call.q):
             if self.rows and isinstance(core, LLNAttention) and core.conv_weight is None:
                 error, loss = self._of_rows(core, call)
@@ -53,6 +55,7 @@ class Lesson:
             if self.learn:
                 loss.backward()
         self.errors.append(error.detach())
+        return call.wanted
 
     def _of_rows(self, core: LLNAttention, call: SoftmaxCall) -> tuple[Tensor, Tensor]:
         """The error at chosen rows, and the loss: error per head beside its variance, and KL."""

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lln.hf.conversion import short_windows as windows
 from lln.hf.conversion.adapters import adapters
 from lln.hf.conversion.stage import (
     Row,
@@ -45,6 +46,7 @@ def recover(
     lora: int = 0,
     embeddings: bool = False,
     near_dropout: float = 0.0,
+    short_windows: float = 0.0,
     accumulation: int = 1,
     seed: int = 0,
     precision: torch.dtype | None = None,
@@ -77,6 +79,8 @@ def recover(
             they stay as they are; weights that were drawn anew need them.
         near_dropout: Share of the samples of a batch whose near branch is left out, so that the far
             branch is not bypassed.
+        short_windows: Share of the updates in which near windows end after a few tokens. Keys
+            beyond become far ones; ``near_dropout`` leaves all near keys out.
         accumulation: Batches per update.
         seed: Of what is drawn: adapters, and samples of ``near_dropout``.
         precision: ``torch.bfloat16`` computes both models under autocast; None the teacher as it
@@ -108,6 +112,7 @@ def recover(
         )
     if not 0 <= near_dropout < 1:
         raise ValueError(f"near_dropout={near_dropout} is not a share in [0, 1)")
+    windows.check_short_windows(short_windows)
     check_gradients("recover")
     cores = cores_of(model)
     if any(x is y for x, y in zip(model.parameters(), teacher.parameters(), strict=False)):
@@ -120,7 +125,8 @@ def recover(
 
     def add_gradients(step: int, pieces: Sequence[Mapping[str, Any]]) -> Tensor:
         total = torch.zeros((), device=device)
-        with drawn_by(seed, step, device):
+        short = windows.short_windows(cores.values(), short_windows, seed=seed, step=step)
+        with drawn_by(seed, step, device), short:
             for batch in pieces:
                 inputs = without_labels(batch)
                 with torch.autocast(device.type, precision, enabled=precision is not None):

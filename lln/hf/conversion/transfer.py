@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lln.hf.conversion import short_windows as windows
 from lln.hf.conversion.lessons import Lesson
 from lln.hf.conversion.stage import (
     Row,
@@ -32,6 +33,7 @@ def transfer(
     warmup: int = 10,
     rows: int = 64,
     weights: float = 0.3,
+    short_windows: float = 0.0,
     seed: int = 0,
     precision: torch.dtype | None = None,
     stage: Stage | None = None,
@@ -55,7 +57,9 @@ def transfer(
         warmup: At most a tenth of a known number of batches.
         rows: 0 compares all queries, and the outputs alone.
         weights: Factor of KL(softmax ‖ LLN) of the attention weights.
-        seed: Of the choice of rows.
+        short_windows: Share of the updates in which near windows end after the last few tokens, so
+            that the far branch is not bypassed.
+        seed: Of the choice of rows, and of updates with short windows.
         precision: ``torch.bfloat16`` computes the model under autocast; the comparison stays as it
             is. None as it is.
         stage: Where progress is kept; the same call again goes on where it was killed. ``batches``
@@ -76,6 +80,7 @@ def transfer(
     """
     if learning_rate < 0:
         raise ValueError(f"learning_rate={learning_rate} is negative; pass 0 to only measure")
+    windows.check_short_windows(short_windows)
     cores = cores_of(model)
     named = {
         f"{path}.{name}": parameter
@@ -102,7 +107,9 @@ def transfer(
 
     def add_gradients(step: int, pieces: Sequence[Mapping[str, Any]]) -> None:
         generator.manual_seed(seed * 1_000_003 + step + 1)
-        with torch.no_grad(), torch.autocast(device, precision, enabled=precision is not None):
+        short = windows.short_windows(cores.values(), short_windows, seed=seed, step=step)
+        autocast = torch.autocast(device, precision, enabled=precision is not None)
+        with torch.no_grad(), autocast, short:
             model(**without_labels(pieces[0]))
 
     def rows_of(step: int, _: None) -> list[Row]:

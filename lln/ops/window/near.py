@@ -85,6 +85,10 @@ class Near:
         window = {"overlap": self.overlap, "sinks": self.sinks, "joint": self.joint}
         return Near(self.block, **window, scale=head_dim**-0.5)
 
+    def within(self, tokens: int) -> Near:
+        """The same with blocks and overlap of so many tokens at most; sinks stay."""
+        return replace(self, block=min(self.block, tokens), overlap=min(self.overlap, tokens))
+
     def to_json(self) -> int | dict[str, Any]:
         """As JSON holds it: the size of the blocks, or the fields that differ from the defaults."""
         given = {

@@ -59,7 +59,7 @@ def _both(row: Row) -> dict[str, str]:
     """The names of a converted model and of its teacher."""
     maps = ", maps before rotation" if row["options"].get("before_rotation") else ""
     near = f", {row['near_keys']:,} near keys" if row["near_keys"] else ""
-    layers = f", {len(row['kept'])} layers kept" if row["kept"] else ""
+    layers = f", {kept(row)} kept" if kept(row) != "none" else ""
     words = f"{row['attention']}{maps}{near}, {row['recover_steps']} updates of recovery{layers}"
     return {"teacher": f"{row['model']}, softmax", "student": f"{row['model']}, {words}"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,11 @@ NOTES = {
         "far alone: perplexity with one branch.",
     ),
 }
+FOUND = (
+    "In longer windows: perplexity beside softmax's there. Needles: how many beyond the near keys "
+    "are found. Pairs, sayings: −ln p of what generated recall asks for from beyond them, in nats, "
+    "softmax → converted. Cache: its share of softmax's after so many tokens."
+)
 # A softmax model with the same updates is itself: its loss is 0 from the start.
 CONTROL = (
     "The converted model learns from the softmax model's answers alone, so softmax after the same "
@@ -29,6 +35,7 @@ CONTROL = (
 MASKED = "hidden tokens"
 COLUMNS = ("attention", "near keys", "kept", "tokens")
 STAGES = ("calibrate", "transfer", "keep", "recover")
+LONG_CONTEXT = 8192  # tokens
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
@@ -56,15 +63,22 @@ def _table(rows: list[Row]) -> Table:
             _softmax(first, columns), *(_line(row, stages, encoder, masked) for row in rows)
         ]  # fmt: skip
     else:
-        columns = [*COLUMNS, "softmax", *stages, "÷ softmax", "near alone", "far alone", "seconds"]
-        lines = [_line(row, ["softmax", *stages], encoder) for row in rows]
+        found = {name: [tell(row) for row in rows] for name, tell in FINDS.items()}
+        found = {name: cells for name, cells in found.items() if set(cells) != {"–"}}
+        columns = [*COLUMNS, "softmax", *stages, "÷ softmax", "near alone", "far alone"]
+        columns += [*found, "seconds"]
+        lines = [
+            [*line[:-1], *(cells[i] for cells in found.values()), line[-1]]
+            for i, line in enumerate(_line(row, ["softmax", *stages], encoder) for row in rows)
+        ]
     last = first["stages"][-1]
     judged = f"{last['texts']} held-out articles" if encoder else f"{last['tokens']:,} tokens"
     title = (
         f"{first['model']} converted on {first['configuration']['data']}, N = {first['length']:,}; "
         f"judged by {judged}"
     )
-    notes = [*NOTES[first["kind"]], CONTROL, origin_text(rows)]
+    extra = [FOUND] if set(FINDS) & set(columns) else []
+    notes = [*NOTES[first["kind"]], *extra, CONTROL, origin_text(rows)]
     return Table(columns, lines, title, notes, [_record(row) for row in rows])
 
 
@@ -94,11 +108,54 @@ def _line(row: Row, stages: Sequence[str], encoder: bool, masked: Sequence[str] 
 
 
 def kept(row: Row) -> str:
-    """Say what keeps softmax: "none", "7 of 30 layers", "27 heads"."""
+    """Say what keeps softmax: "none", "9 of 90 key heads"; of older rows "27 heads"."""
+    if keys := sum(map(len, row.get("kept_key_heads", {}).values())):
+        return f"{keys} of {row['key_heads']} key heads"
     heads = sum(map(len, row.get("kept_heads", {}).values()))
     words = [f"{len(row['kept'])} of {row['layers']} layers"] if row["kept"] else []
     words += [f"{heads} heads"] if heads else []
     return " and ".join(words) or "none"
+
+
+def _long(row: Row) -> str:
+    """Perplexity beside softmax's in longer windows."""
+    own = row.get("perplexity_long")
+    return f"{own['student'] / own['teacher']:.3f}× ({own['window']:,})" if own else "–"
+
+
+def _needles(row: Row) -> str:
+    """How many needles beyond the near keys are found, all distances together."""
+    far = [
+        x
+        for x in row.get("needles") or ()
+        if x["model"] == "student" and (x["distance"] or 0) > (row["near_keys"] or 0)
+    ]
+    asked = sum(x["needles"] for x in far)
+    return f"{sum(round(x['exact'] * x['needles']) for x in far)} of {asked}" if asked else "–"
+
+
+def _recall(task: str, row: Row) -> str:
+    own = {x["model"]: x["loss"] for x in row.get("recall") or () if x["task"] == task}
+    return f"{own['teacher']:.2f} → {own['student']:.2f}" if own else "–"
+
+
+def _cache(row: Row) -> str:
+    """Size of the cache beside softmax's at a long context."""
+    known = [x for x in row.get("decode_cost") or () if x["context"] <= LONG_CONTEXT]
+    if not known:
+        return "–"
+    last = max(known, key=lambda x: x["context"])
+    return f"{last['student_cache'] / last['teacher_cache']:.3f} ({last['context']:,})"
+
+
+#: What a decoder finds of what it has read, and at what size; columns of rows that have them.
+FINDS = {
+    "in longer windows": _long,
+    "needles": _needles,
+    "pairs": functools.partial(_recall, "pairs"),
+    "sayings": functools.partial(_recall, "needles"),
+    "cache": _cache,
+}
 
 
 def _name(row: Row) -> str:

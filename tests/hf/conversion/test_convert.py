@@ -9,15 +9,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 import lln.hf
 from lln.hf.conversion.convert import Cycle, usual_options
 from lln.hf.conversion.digest import digest_of_batches, digest_of_model
-from lln.hf.conversion.keep import (
-    affordable,
-    affordable_heads,
-    choose_kept,
-    choose_kept_heads,
-    time_of_layer,
-    worst_heads,
-    worst_layers,
-)
+from lln.hf.conversion.keep import best_first, check_keep, choose_kept, of_key_heads
 from tests.hf.conversion.loud import loud
 from tests.hf.tiny import make, padded, text
 
@@ -64,91 +56,84 @@ def test_every_stage_comes_closer_and_the_folder_loads(family, tmp_path):
     assert measure(again)["distance"] == pytest.approx(found[3], rel=1e-3)
 
 
-def test_a_kept_layer_answers_as_before(tmp_path):
+def test_a_layer_whose_key_heads_are_all_kept_answers_as_before(tmp_path):
     model, data = make("llama"), batches()
-    done = lln.hf.convert(model, data, options=SMALL, transfer_steps=4, recover_steps=0, keep=1)
-    assert len(done.kept) == 1 and done.replacement.layers == [1 - done.kept[0]]
-    worst = max(done.errors["transfer"], key=done.errors["transfer"].get)
-    assert done.kept == [worst]
+    done = lln.hf.convert(
+        model, data, options=SMALL, transfer_steps=4, recover_steps=0, keep={1: [1, 0]}
+    )
+    assert done.kept == [1] and done.kept_heads == {} and done.replacement.layers == [0]
+    assert done.kept_key_heads == {1: [0, 1]} and done.key_heads == 4 and done.scores == {}
     assert [row["stage"] for row in done.stages] == ["softmax", "calibrate", "transfer", "keep"]
     layers = [block.self_attn for block in model.model.layers]
-    assert ["lln" in layer._modules for layer in layers] == [n != worst for n in (0, 1)]
-    model.save_pretrained(tmp_path)
-    again = lln.hf.load(tmp_path, AutoModelForCausalLM).eval()
+    assert ["lln" in layer._modules for layer in layers] == [True, False]
+    loads_and_writes_the_same(model, tmp_path)
+
+
+def loads_and_writes_the_same(model, folder):
+    """Beams and left padding included: what is kept grows beside states in one cache."""
+    model.save_pretrained(folder)
+    again = lln.hf.load(folder, AutoModelForCausalLM).eval()
     ids = text(2, 12)
     torch.testing.assert_close(again(ids).logits, model(ids).logits)
-    written = again.generate(ids, max_new_tokens=6, do_sample=False)
-    assert written.equal(model.generate(ids, max_new_tokens=6, do_sample=False))
+    for given in ({"input_ids": ids}, padded(text(2, 13), 5, "left")):
+        for beams in (1, 3):
+            options = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams}
+            written = again.generate(**given, **options)
+            assert written.equal(model.generate(**given, **options))
+            assert written.equal(model.generate(**given, **options, use_cache=False))
 
 
-def test_the_worst_heads_keep_softmax(tmp_path):
+def test_the_worst_key_heads_keep_softmax_with_all_their_query_heads(tmp_path):
     model, data = loud("llama"), batches()
     done = lln.hf.convert(
-        model, data, options=SMALL, transfer_steps=6, recover_steps=2, keep_heads=3
+        model, data, options=SMALL, transfer_steps=6, recover_steps=2, keep=1, keep_by="error"
     )
-    assert sum(map(len, done.kept_heads.values())) == 3
-    parts = {(n, h): x for n, found in done.head_errors.items() for h, x in enumerate(found)}
-    worst = sorted(parts, key=parts.get)[-3:]
-    assert sorted(worst) == [(n, h) for n, found in done.kept_heads.items() for h in found]
+    parts = {
+        (n, h): x for n, found in done.scores["error"].items() for h, x in enumerate(found)
+    }  # fmt: skip
+    (layer, head), *_ = sorted(parts, key=lambda place: -parts[place])
+    assert done.kept_key_heads == {layer: [head]}
+    assert done.kept_heads == {layer: [2 * head, 2 * head + 1]} and done.kept == []
     for number, error in done.errors["transfer"].items():
-        left = [x for (n, h), x in parts.items() if n == number and (n, h) not in worst]
         assert sum(x for (n, _), x in parts.items() if n == number) == pytest.approx(error**2)
-        assert done.errors["keep"][number] == pytest.approx(sum(left) ** 0.5, abs=1e-4)
+    left = parts[layer, 1 - head]
+    assert done.errors["keep"][layer] == pytest.approx(left**0.5, abs=1e-4)
     stages = [row["stage"] for row in done.stages]
     assert stages == ["softmax", "calibrate", "transfer", "keep", "recover"]
-    model.save_pretrained(tmp_path)
-    again = lln.hf.load(tmp_path, AutoModelForCausalLM).eval()
-    ids = text(2, 12)
-    torch.testing.assert_close(again(ids).logits, model(ids).logits)
-    written = again.generate(ids, max_new_tokens=6, do_sample=False)
-    assert written.equal(model.generate(ids, max_new_tokens=6, do_sample=False))
+    loads_and_writes_the_same(model, tmp_path)
 
 
-def test_layers_and_heads_keep_softmax_together():
-    model, data = make("bert", head="AutoModel"), batches(3)
-    steps = {"transfer_steps": 2, "recover_steps": 0, "length": 64, "options": SMALL}
-    done = lln.hf.convert(model, data, **steps, keep=[0], keep_heads={1: [2, 1]})
-    assert done.kept == [0] and done.kept_heads == {1: [1, 2]}
-    assert done.replacement.layers == [1] and set(done.errors["keep"]) == {1}
-    every = lln.hf.convert(
-        make("bert", head="AutoModel"), data, **steps, keep_heads="auto", budget=1e6
-    )
-    assert every.kept_heads == {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]}
-    assert max(every.errors["keep"].values()) < 1e-3
-    zoo = lln.hf.convert(
-        make("bert", head="AutoModel"), data, attention="hedgehog", **{**steps, "options": None},
-        keep="auto", keep_heads="auto", budget=1.0,
-    )  # fmt: skip
-    assert zoo.kept_heads == {}
+def test_encoders_and_other_mechanisms_keep_heads_by_their_error():
+    data, steps = batches(3), {"transfer_steps": 2, "recover_steps": 0}
+    mixed = {**steps, "options": SMALL, "keep": {0: range(4), 1: [2, 1]}}
+    done = lln.hf.convert(make("bert", head="AutoModel"), data, **mixed)
+    assert done.kept == [0] and done.kept_heads == {1: [1, 2]} and done.replacement.layers == [1]
+    assert set(done.errors["keep"]) == {1}
+    for attention in ("lln_nearfar", "hedgehog"):
+        model = make("bert", head="AutoModel")
+        zoo = lln.hf.convert(model, data, attention=attention, keep=5, **steps)
+        assert set(zoo.scores) == {"error"} and sum(map(len, zoo.kept_key_heads.values())) == 5
+        assert len(zoo.scores["error"][1]) == 4
 
 
-def test_which_heads_keep_softmax():
-    errors = {0: [0.1, 0.4], 3: [0.2, 0.3]}
-    assert worst_heads(errors, 3) == {0: [1], 3: [0, 1]}
-    order, seconds = [(0, 1), (3, 1), (3, 0), (0, 0)], {0: (1.0, 4.0), 3: (1.0, 4.0)}
-    found = [
-        affordable_heads(order, seconds, {0: 2, 3: 2}, kept=[], budget=budget)
-        for budget in (1, 2, 3.5, 5)
-    ]
-    assert found == [0, 1, 2, 4]
-    assert affordable_heads(order[1:3], seconds, {0: 2, 3: 2}, kept=[0], budget=3.5) == 1
-    options = {"kept": [0], "length": 8, "budget": 1}
-    assert choose_kept_heads(1, errors, {}, **options) == {3: [1]}
-    assert choose_kept_heads({3: [1, 0, 1]}, errors, {}, **options) == {3: [0, 1]}
+def test_which_key_heads_are_kept():
+    scores = {0: [0.1, 0.4], 3: [0.2, 0.3]}
+    assert best_first(scores) == [(0, 1), (3, 1), (3, 0), (0, 0)]
+    assert choose_kept(3, scores) == {0: [1], 3: [0, 1]} and choose_kept(0, scores) == {}
+    assert choose_kept({3: [1, 0, 1], 0: []}, {}) == {3: [0, 1]}
+    assert of_key_heads({3: [1.0, 2.0, 4.0, 8.0]}, {3: 2}) == {3: [3.0, 12.0]}
     for wrong, match in (
-        (3, "keep_heads=3 of 2 heads"), ("most", "'most'"), ({0: [1]}, "layer 0 is not replaced"),
-        ({3: [2]}, "layer 3 has 2 heads, not 2"),
+        (5, "keep=5 of 4 key heads"), ("auto", r"keep='auto' is unknown.*CacheShare"),
+        ({1: [1]}, "no layer 1"), ({3: [2]}, "layer 3 has 2 key heads, not 2"), (True, "keep=True"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=match):
-            choose_kept_heads(wrong, errors, {}, **options)
-    with pytest.raises(ValueError, match=r"budget=0\.5"):
-        affordable_heads(order, seconds, {0: 2, 3: 2}, kept=[], budget=0.5)
+            check_keep(wrong, {0: 2, 3: 2})
 
 
 def test_all_kept_is_the_model_of_before():
     model, ids = make("bert", head="AutoModel"), text(2, 20)
     before = model(ids).last_hidden_state
-    done = lln.hf.convert(model, batches(2), options=SMALL, transfer_steps=2, keep=[0, 1])
+    done = lln.hf.convert(model, batches(2), options=SMALL, transfer_steps=2, keep=8)
     assert not done.replacement.active
     assert model(ids).last_hidden_state.equal(before)
 
@@ -277,30 +262,6 @@ def test_batches_are_used_in_turn():
     assert list(Cycle([{"i": n} for n in range(3)], 2, 4)) == [{"i": n} for n in (2, 0, 1, 2)]
 
 
-def test_which_layers_keep_softmax():
-    errors = {0: 0.1, 1: 0.4, 2: 0.2, 5: 0.3}
-    assert worst_layers(errors, 2) == [1, 5]
-    assert choose_kept([5, 0], errors, {}, length=8, budget=1) == [0, 5]
-    seconds = {1: (1.0, 2.0), 5: (1.0, 2.0), 2: (1.0, 2.0), 0: (1.0, 2.0)}
-    assert [affordable(seconds, budget) for budget in (1, 1.25, 1.6, 2)] == [0, 1, 2, 4]
-    for wrong, match in ((5, "keep=5 of 4"), ("most", "'most'"), ([3], "no replaced layer 3")):
-        with pytest.raises(ValueError, match=match):
-            choose_kept(wrong, errors, {}, length=8, budget=1)
-    with pytest.raises(ValueError, match=r"budget=0\.5"):
-        affordable(seconds, 0.5)
-
-
-def test_auto_keeps_by_measured_time():
-    model, data = make("bert", head="AutoModel"), batches(3)
-    done = lln.hf.convert(
-        model, data, options=SMALL, transfer_steps=2, recover_steps=0, keep="auto", budget=1e6,
-        length=64,
-    )  # fmt: skip
-    assert done.kept == [0, 1]
-    core = lln.nn.LLNAttention(2, 8, near=8, mix="learned")
-    assert all(x > 0 for x in time_of_layer(core, 64))
-
-
 def test_bad_requests_say_what_to_do():
     with pytest.raises(ValueError, match="batches is empty"):
         lln.hf.convert(make("bert"), [])
@@ -332,12 +293,12 @@ def test_a_failed_conversion_gives_the_model_back(failing, monkeypatch):
     if failing in ("calibrate", "recover"):
         monkeypatch.setattr(f"lln.hf.conversion.convert.{failing}", fail)
     if failing == "transfer":
-        monkeypatch.setattr("lln.hf.conversion.lessons.Lesson.compare", fail)
+        monkeypatch.setattr("lln.hf.conversion.lessons.Lesson.answer", fail)
     if failing == "keep":
-        monkeypatch.setattr("lln.hf.conversion.convert.choose_kept_heads", fail)
+        monkeypatch.setattr("lln.hf.conversion.convert.choose_kept", fail)
     with pytest.raises(RuntimeError, match="midway"):
         lln.hf.convert(
-            model, batches(3), **STEPS, keep=[1], keep_heads=1, measure=measure,
+            model, batches(3), **STEPS, keep=1, measure=measure,
             progress=lambda *said: seen.add(said[0]),
         )  # fmt: skip
     assert model(ids).logits.equal(wanted)
@@ -368,13 +329,11 @@ def test_a_model_beside_another_teacher_is_given_back_too():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"keep": 1.5}, r"keep=1\.5 .*a list of layers"),
-        ({"keep": True}, "keep=True"),
-        ({"keep": [0, 2]}, "no replaced layer 2"),
-        ({"keep": 3}, "keep=3 of 2 layers"),
-        ({"keep_heads": 1.5}, r"keep_heads=1\.5 .*heads by layer"),
-        ({"keep": 2, "keep_heads": 1}, "keep_heads=1, but all layers keep softmax"),
-        ({"keep": [1, 0], "keep_heads": {0: [1]}}, "all layers keep softmax"),
+        ({"keep": 1.5}, r"keep=1\.5 .*key heads by layer"),
+        ({"keep": 9}, "keep=9 of 8 key heads"),
+        ({"keep": {2: [0]}}, "no layer 2"),
+        ({"keep": 1, "keep_by": "loss"}, "keep_by='loss' is unknown; choose from retrieval, error"),
+        ({"keep": 1, "keep_by": "retrieval"}, 'does not predict the next token.*keep_by="error"'),
     ],
 )
 def test_what_is_kept_is_checked_before_anything_is_learned(options, match):
@@ -463,11 +422,11 @@ def test_transfer_is_used_again_for_another_recovery(tmp_path):
     assert seen == ["recover", "recover"]
 
 
-def test_a_choice_by_time_is_not_made_again(tmp_path, monkeypatch):
-    """The clock may say otherwise after a kill, and the stage is that of the first choice."""
+def test_a_choice_is_not_made_again(tmp_path, monkeypatch):
+    """Rounding may say otherwise after a kill, and the stage is that of the first choice."""
     monkeypatch.setattr("lln.hf.conversion.convert.EVERY", 1)
-    options = {**STEPS, "keep": "auto", "budget": 1e6, "length": 16}
-    found = iter(([1], [0]))
+    options = {**STEPS, "keep": 2}
+    found = iter(({1: [0, 1]}, {0: [0, 1]}))
     monkeypatch.setattr("lln.hf.conversion.convert.choose_kept", lambda *a, **k: next(found))
 
     def kill(stage, step, steps, value):
@@ -478,6 +437,7 @@ def test_a_choice_by_time_is_not_made_again(tmp_path, monkeypatch):
         lln.hf.convert(make("llama"), batches(3), folder=tmp_path, progress=kill, **options)
     done = lln.hf.convert(make("llama"), batches(3), folder=tmp_path, **options)
     assert done.kept == [1] and done.replacement.layers == [0]
+    assert set(done.scores["retrieval"]) == {0, 1} and len(done.scores["error"][0]) == 2
 
 
 def test_a_digest_is_of_content_alone(tmp_path):

@@ -19,10 +19,10 @@ slow = pytest.mark.slow
 OPTIONS = {"near": 8, "feature_map": "learned", "learn_scale": True, "slots": 16}
 
 
-def pair(family, head=None):
+def pair(family, head=None, **changes):
     teacher = loud(family, head)
     model = copy.deepcopy(teacher)
-    lln.hf.replace(model, "lln_nearfar", statistics="fixed", quiet=True, **OPTIONS)
+    lln.hf.replace(model, "lln_nearfar", statistics="fixed", quiet=True, **{**OPTIONS, **changes})
     lln.hf.calibrate(model, [{"input_ids": text(3, 40)}])
     return teacher, model
 
@@ -109,6 +109,28 @@ def test_the_near_branch_is_left_out_as_often_as_asked(monkeypatch):
     lln.hf.recover(model, teacher, batches(30), near_dropout=0.5)
     kept = torch.cat([x for x in seen if x is not None]).float().mean()
     assert 0.35 < kept < 0.65
+
+
+@pytest.mark.parametrize("stage", ["transfer", "recover"])
+def test_windows_are_short_in_as_many_updates_as_asked(stage, monkeypatch):
+    teacher, model = pair("llama", near=lln.Near(64, overlap=64, sinks=2, joint=True))
+    cores = [c for c in model.modules() if isinstance(c, lln.nn.LLNAttention)]
+    seen, plain = [], lln.nn.LLNAttention.draw
+
+    def watch(core, *given, **options):
+        seen.append(core.near)
+        return plain(core, *given, **options)
+
+    monkeypatch.setattr(lln.nn.LLNAttention, "draw", watch)
+    options = {"short_windows": 0.5, "seed": 3}
+    given = (teacher, batches(16)) if stage == "recover" else (batches(16),)
+    getattr(lln.hf, stage)(model, *given, **options)
+    usual, short = cores[0].near, lln.Near(16, overlap=16, sinks=2, joint=True).at(8)
+    assert usual.block == 64 and set(seen) == {usual, short}
+    assert 4 <= sum(near == short for near in seen) / len(cores) <= 12
+    assert all(x == y for x, y in zip(seen[::2], seen[1::2], strict=True))  # in all layers
+    with pytest.raises(ValueError, match=r"short_windows=1\.0 is not a share"):
+        getattr(lln.hf, stage)(model, *given, short_windows=1.0)
 
 
 def test_an_error_leaves_the_weights_as_they_were():

@@ -99,6 +99,19 @@ def test_layers_and_heads_that_keep_softmax_have_room_for_the_longest_stream():
         engine.add(text(1, 18)[0], max_new_tokens=NEW)
 
 
+def test_a_kept_key_head_of_near_far_attention_is_served_with_the_memory_it_has():
+    model = ready("llama", "lln_nearfar before")
+    plain = Engine(model, 2).nbytes
+    (undo,) = model._lln_replacements.current
+    undo.keep_softmax_heads({1: [2, 3]})  # key head 1, with all its query heads
+    engine = Engine(model, 2, max_length=17 + NEW)
+    streams = engine.generate(prompts(), max_new_tokens=NEW)
+    assert [s.tokens for s in streams] == [alone(model, prompt) for prompt in prompts()]
+    width = model.config.hidden_size // model.config.num_attention_heads
+    each = 2 * width * (17 + NEW) * next(model.parameters()).element_size()
+    assert engine.nbytes == plain + 2 * each
+
+
 def test_a_softmax_model_can_be_served_as_it_is():
     model, prompt = make("llama").double(), prompts()[1]
     expected = alone(model, prompt)

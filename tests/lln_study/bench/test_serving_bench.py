@@ -30,6 +30,19 @@ def test_memory_is_constant_for_ours_and_grows_for_softmax(tmp_path, capsys):
     assert "wrote" in capsys.readouterr().out
 
 
+def test_kept_key_heads_cost_their_keys_and_values(tmp_path):
+    setting = replace(SMALL, layers=2, heads=4, kv_heads=2)
+    assert setting.spread(3) == {0: [0, 1, 2, 3], 1: [0, 1]} and setting.spread(0) == {}
+    options = {"seats": (1,), "lengths": (700,), "steps": 3, "setting": setting, "keep": (0, 3)}
+    path = serving.run(tmp_path, **options)
+    plain, kept = json.loads(path.read_text())["rows"]
+    assert "serving-kept" in path.name and kept["kept_key_heads"] == 3
+    length = 700 + 3 + serving.WARM + 1
+    assert kept["ours_bytes"] == plain["ours_bytes"] + 3 * 2 * 8 * length * 4
+    with pytest.raises(ValueError, match="keep=5 of 4 key heads"):
+        setting.spread(5)
+
+
 def test_streams_stand_where_they_are_measured():
     engine = serving._seated(serving.make(SMALL, "cpu")["ours"], 2, 900, 910)
     assert engine.position.tolist() == [900, 900]
