@@ -68,9 +68,9 @@ def bench_targets(
 
     From the newest rows of `lln bench gpu`, as Markdown; – for what was not measured.
     """
-    from lln_study.paper.pages.targets import BLOCKS
+    from lln_study.paper.pages import targets
 
-    typer.echo(BLOCKS["gpu_targets"](results))
+    typer.echo(targets.newest(results))
 
 
 @bench_app.command("resources")

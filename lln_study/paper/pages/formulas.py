@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from lln_study.paper.pages.blocks import Blocks, Row, cells, crossed, from_file, listed, picture
+from lln_study.paper.pages.blocks import (
+    Blocks,
+    Row,
+    cells,
+    crossed,
+    from_file,
+    listed,
+    picture,
+)
 from lln_study.paper.results import grouped
 
 SCALE = {
@@ -23,16 +31,6 @@ RETRIEVAL = {
     "LLN entropy, `normalize_keys`": "{LLN entropy, normalize_keys:.0%}",
     "LLN+Diag, target in the block": "{LLN+Diag near:.0%}",
     "LLN+Diag, anywhere": "{LLN+Diag far:.0%}",
-}
-CHAIN = {
-    "": "{attention}, τ = {temperature:g}",
-    "\\|λ₂\\|": "{second_eigenvalue:.2f}",
-    "σ₁(P̄)": "{centred_singular_value:.2f}",
-    "P^1": "{distance_1:.3f}",
-    "P^2": "{distance_2:.3f}",
-    "P^3": "{distance_3:.3f}",
-    "P^4": "{distance_4:.3f}",
-    "tokens of π": "{stationary_tokens:.0f}",
 }
 PLACE = "step {step} (loss {loss:.2f}), layer {layer}"
 ACTIVATIONS = {
@@ -64,6 +62,10 @@ HEADS = {
 }
 
 
+SHOWN_AT = (0.3, 0.5, 1.0, 2.0)  # temperatures on the page of concentration
+SCALES = (None, 1.0, 2.0, 2.2, 3.0, 6.0)  # α = β on the page of questions
+
+
 def shape(rows: Sequence[Row]) -> str:
     own = [row for row in rows if row["attention"] in ("softmax", "LLN variance")]
     found = cells(own, "{head_dim}", "KS distance, {attention}", "{kolmogorov_smirnov:.3f}")
@@ -73,7 +75,8 @@ def shape(rows: Sequence[Row]) -> str:
 
 def matching(rows: Sequence[Row]) -> str:
     cell = "{variance_ratio:.2f} / {entropy_difference:+.2f}"
-    return crossed("D", cells(rows, "{head_dim}, σ² = {score_variance:g}", "{attention}", cell))
+    shown = [row for row in rows if row["head_dim"] != 32]
+    return crossed("D", cells(shown, "{head_dim}, σ² = {score_variance:g}", "{attention}", cell))
 
 
 def scale(rows: Sequence[Row]) -> str:
@@ -81,12 +84,13 @@ def scale(rows: Sequence[Row]) -> str:
     for row in rows:
         name = "softmax" if row["scale"] is None else f"LLN, α = β = {row['scale']:g}"
         shown.append({**row, "name": name, "ratio": row["gradient"] / rows[0]["gradient"]})
-    return listed(shown, SCALE)
+    return listed([row for row in shown if row["scale"] in SCALES], SCALE)
 
 
 def concentration(content: Mapping[str, Sequence[Row]]) -> str:
     """Entropy and spectral gap at some temperatures, and the share of targets found."""
-    rows = sorted(content["concentration"], key=lambda row: row["temperature"])
+    rows = [row for row in content["concentration"] if row["temperature"] in SHOWN_AT]
+    rows.sort(key=lambda row: row["temperature"])
     found = cells(rows, "{kernel}", "τ = {temperature:g}", "{entropy:.2f} / {spectral_gap:.2f}")
     found |= cells(content["retrieval"], "{kernel}", "targets found", "{found:.0%}")
     return crossed("entropy (bits) / spectral gap", found)
@@ -95,7 +99,8 @@ def concentration(content: Mapping[str, Sequence[Row]]) -> str:
 def near_far(rows: Sequence[Row]) -> str:
     """Bits and share of near keys against softmax's, for every size and temperature."""
     cell = "{entropy_difference:+.2f} / {share_difference:+.3f}"
-    return crossed("N, D", cells(rows, "{tokens:,}, {head_dim}", "τ = {temperature:g}", cell))
+    shown = [row for row in rows if row["head_dim"] != 32]
+    return crossed("N, D", cells(shown, "{tokens:,}, {head_dim}", "τ = {temperature:g}", cell))
 
 
 def slots(rows: Sequence[Row]) -> str:
@@ -121,14 +126,18 @@ def _mean_over_heads(rows: Sequence[Row]) -> str:
     return listed(means, HEADS)
 
 
+def activations(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
+    """The first layer of the first step, which is like the others, and the layers at the end."""
+    return listed([row for row in rows if row["step"] or not row["layer"]], columns)
+
+
 QUESTIONS: Mapping[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "shape": ("shape", shape),
     "matching": ("matching", matching),
     "scale": ("scale", scale),
     "retrieval": ("retrieval", partial(listed, columns=RETRIEVAL)),
-    "chain": ("chain", partial(listed, columns=CHAIN)),
-    "activations": ("activations", partial(listed, columns=ACTIVATIONS)),
-    "calibration": ("activations", partial(listed, columns=CALIBRATION)),
+    "activations": ("activations", partial(activations, columns=ACTIVATIONS)),
+    "calibration": ("activations", partial(activations, columns=CALIBRATION)),
 }
 BLOCKS: Blocks = {
     **{name: from_file("questions", make, part) for name, (part, make) in QUESTIONS.items()},
