@@ -19,7 +19,7 @@ class Part(NamedTuple):
     Attributes:
         titles: A pattern of the titles that are shown.
         without: Columns that are left out, as are those without a value.
-        lines: A pattern of the lines that are left out, by their first cell, as is a repeated line.
+        lines: A pattern of the lines that are left out, as is a repeated line.
     """
 
     titles: str = ""
@@ -34,7 +34,7 @@ PARTS = {
     "conversion": Part(
         titles="^(?!.*N = 1,024)",
         without=["softmax", "calibrate", "near alone", "far alone", "seconds"],
-        lines="t2r|elu|2e-05|slots 256",
+        lines=r"t2r|elu|2e-05|slots 256|(rotation|slots 128)\) \| 260 \| none",
     ),
     "sets": Part(lines="learn_scale"),
 }
@@ -57,7 +57,7 @@ def shown(number: str, results: Path) -> str:
 def _lines(table: Table, part: Part) -> Iterator[list[str]]:
     """The columns and the lines that are shown."""
     given = dict.fromkeys(map(tuple, table.lines))
-    lines = [line for line in given if not re.search(part.lines, line[0])]
+    lines = [line for line in given if not re.search(part.lines, " | ".join(line))]
     kept = [
         place
         for place, name in enumerate(table.columns)
