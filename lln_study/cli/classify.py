@@ -43,7 +43,7 @@ def vit(
 ) -> None:
     """Train a Vision Transformer on labelled images.
 
-    --data holds files named like cat.0.jpg (Kaggle's Dogs vs Cats), a folder per class, a tar of
+    The data are files named like cat.0.jpg (Kaggle's Dogs vs Cats), a folder per class, a tar of
     either, or dogs_vs_cats_64.npz. Images whose number ends in 0 are the test, in 1 the validation.
     """
     with running("lln train vit"):

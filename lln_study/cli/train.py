@@ -134,10 +134,10 @@ def mlm(
 ) -> None:
     """Pre-train RoBERTa by masked language modelling.
 
-    --data holds .txt or .jsonl files, both also as .xz, or the official WikiText files. Without
-    --data the model reads the bundled Tiny Shakespeare. The command writes curves, checkpoints
-    (model folders for lln.hf.load) and a result row. --set length=4096 --set batches=padded trains
-    on whole articles.
+    The text is .txt or .jsonl files, both also as .xz, or the official WikiText files. By default
+    the model reads the bundled Tiny Shakespeare. The command writes curves, checkpoints (model
+    folders for lln.hf.load) and a result row. To train on whole articles, add --set length=4096
+    --set batches=padded.
     """
     with running("lln train mlm"):
         from lln.report.progress import shown
@@ -199,7 +199,7 @@ def glue(
 ) -> None:
     """Fine-tune a pre-trained model on a task of GLUE.
 
-    --data holds the official TSV files (SST-2/train.tsv ...) or sst2_train.jsonl.xz and the like. A
+    The data are the official TSV files (SST-2/train.tsv ...) or sst2_train.jsonl.xz and the like. A
     part of train chooses learning rate and epoch. dev is the test and is looked at once.
     """
     with running("lln train glue"):
