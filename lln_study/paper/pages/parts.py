@@ -28,15 +28,15 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "1": Part(titles="6 layers", without=["MLM loss", "parameters"]),
+    "1": Part(titles="6 layers", without=["MLM loss", "parameters"], lines=r"C = 256\) \|"),
     "pretraining": Part(titles="bf16", without=["parameters", "LLN share"]),
-    "4": Part(titles=", compiled"),
+    "4": Part(titles=", compiled", lines="in the paper|eager"),
     "conversion": Part(
         titles="^(?!.*N = 1,024)",
         without=["softmax", "calibrate", "near alone", "far alone", "seconds"],
         lines=r"t2r|elu|2e-05|slots 256|(rotation|slots 128)\) \| 260 \| none",
     ),
-    "sets": Part(lines="learn_scale"),
+    "sets": Part(without=["16,384 rows"], lines="learn_scale"),
 }
 
 
