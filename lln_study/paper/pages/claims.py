@@ -21,18 +21,13 @@ Record = Mapping[str, Any]
 CORRELATIONS = ("cola", "stsb")
 SOFTMAX, WITH_CONV = "softmax", "softmax + conv"
 PAPER, BEST, WIDE = "LLN+Diag (paper)", "LLN+Diag (recommended)", "LLN+Diag (blocks of 256)"
-WIDE_OPTIONS = {**RECOMMENDED, "near": 256}
 # Words -> mechanism and options; without options as it was published.
 MODELS: Mapping[str, tuple[str, Mapping[str, Any] | None]] = {
     SOFTMAX: ("softmax", None),
     WITH_CONV: ("softmax", {"conv": RECOMMENDED["conv"]}),
     PAPER: ("lln_diag", None),
     BEST: ("lln_diag", RECOMMENDED),
-    WIDE: ("lln_diag", WIDE_OPTIONS),
-    "LLN+Diag (blocks of 256, no conv)": (
-        "lln_diag",
-        {name: value for name, value in WIDE_OPTIONS.items() if name != "conv"},
-    ),
+    WIDE: ("lln_diag", {**RECOMMENDED, "near": 256}),
     "LLN+Diag (blocks of 16)": ("lln_diag", {"near": 16}),
     "LLN+Diag (blocks of 32)": ("lln_diag", {"near": 32}),
     "Diag alone": ("block_diag", None),
@@ -46,7 +41,6 @@ PAIRS = (
     (BEST, WITH_CONV),
     (WIDE, WITH_CONV),
     (WIDE, BEST),
-    ("LLN+Diag (blocks of 256, no conv)", SOFTMAX),
     (PAPER, "Diag alone"),
     ("LLN alone", SOFTMAX),
     ("LLN+Diag (blocks of 16)", PAPER),

@@ -32,9 +32,8 @@ RETRIEVAL = {
     "LLN+Diag, target in the block": "{LLN+Diag near:.0%}",
     "LLN+Diag, anywhere": "{LLN+Diag far:.0%}",
 }
-PLACE = "step {step} (loss {loss:.2f}), layer {layer}"
 ACTIVATIONS = {
-    "": PLACE,
+    "": "step {step} (loss {loss:.2f}), layer {layer}",
     "σ_q²σ_k²": "{product_variance:.2f}",
     "σ² of scores": "{score_variance:.2f}",
     "within rows": "{row_variance:.2f}",
@@ -43,16 +42,6 @@ ACTIVATIONS = {
     "skew": "{skew:+.2f}",
     "gap": "{spectral_gap:.2f}",
     "bias": "{column_bias:.2f}",
-}
-CALIBRATION = {
-    "": PLACE,
-    "softmax": "{entropy:.2f}",
-    "paper, product": "{entropy_paper_product:.2f}",
-    "paper, measured": "{entropy_paper_measured:.2f}",
-    "variance, product": "{entropy_variance_product:.2f}",
-    "variance, measured": "{entropy_variance_measured:.2f}",
-    "entropy, product": "{entropy_entropy_product:.2f}",
-    "entropy, measured": "{entropy_entropy_measured:.2f}",
 }
 HEADS = {
     "mean over all heads": "{form}",
@@ -126,9 +115,9 @@ def _mean_over_heads(rows: Sequence[Row]) -> str:
     return listed(means, HEADS)
 
 
-def activations(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
+def activations(rows: Sequence[Row]) -> str:
     """The first layer of the first step, which is like the others, and the layers at the end."""
-    return listed([row for row in rows if row["step"] or not row["layer"]], columns)
+    return listed([row for row in rows if row["step"] or not row["layer"]], ACTIVATIONS)
 
 
 QUESTIONS: Mapping[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
@@ -136,8 +125,7 @@ QUESTIONS: Mapping[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "matching": ("matching", matching),
     "scale": ("scale", scale),
     "retrieval": ("retrieval", partial(listed, columns=RETRIEVAL)),
-    "activations": ("activations", partial(activations, columns=ACTIVATIONS)),
-    "calibration": ("activations", partial(activations, columns=CALIBRATION)),
+    "activations": ("activations", activations),
 }
 BLOCKS: Blocks = {
     **{name: from_file("questions", make, part) for name, (part, make) in QUESTIONS.items()},

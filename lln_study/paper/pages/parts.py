@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 PARTS = {
     "1": Part(titles="6 layers", without=["MLM loss", "parameters"], lines=r"C = 256\) \|"),
-    "pretraining": Part(titles="bf16", without=["parameters", "LLN share"]),
+    "pretraining": Part(titles="bf16", without=["peak GiB", "parameters", "LLN share"]),
     "4": Part(titles=", compiled", lines="in the paper|eager"),
     "conversion": Part(
         titles="^(?!.*N = 1,024)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,7 @@ def _profile(rows: Sequence[Row]) -> str:
     lines = [
         [f"`{op}`", f"{sum(row['us'] for row in found):,.0f}"]
         for op, found in own.items()
-        if not op.startswith("roberta")
+        if not re.match("roberta|.*overlap", op)
     ]
     return markdown_table(["op", "µs"], lines)
 
