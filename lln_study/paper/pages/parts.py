@@ -19,7 +19,7 @@ class Part(NamedTuple):
     Attributes:
         titles: A pattern of the titles that are shown.
         without: Columns that are left out, as are those without a value.
-        lines: A pattern of the lines that are left out, as is a repeated line.
+        lines: A pattern of the lines and notes that are left out, as is a repeated line.
     """
 
     titles: str = ""
@@ -29,7 +29,9 @@ class Part(NamedTuple):
 
 PARTS = {
     "1": Part(titles="6 layers", without=["MLM loss", "parameters"], lines=r"C = 256\) \|"),
-    "pretraining": Part(titles="bf16", without=["peak GiB", "parameters", "LLN share"]),
+    "pretraining": Part(
+        titles="bf16", without=["peak GiB", "parameters", "LLN share"], lines="LLN share"
+    ),
     "4": Part(titles=", compiled", lines="in the paper|eager"),
     "conversion": Part(
         titles="^(?!.*N = 1,024)",
@@ -47,7 +49,8 @@ def shown(number: str, results: Path) -> str:
     seen: set[str] = set()
     made = []
     for table in found:
-        notes = [note for note in table.notes if note not in seen]
+        notes = [note for note in table.notes if not re.search(part.lines, note)]
+        notes = [note for note in notes if note not in seen]
         seen |= set(notes)
         lines = list(_lines(table, part))
         made.append(Table(lines[0], lines[1:], table.title, notes).markdown())
