@@ -120,15 +120,15 @@ def activations(rows: Sequence[Row]) -> str:
     return listed([row for row in rows if row["step"] or not row["layer"]], ACTIVATIONS)
 
 
-QUESTIONS: Mapping[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
-    "shape": ("shape", shape),
-    "matching": ("matching", matching),
-    "scale": ("scale", scale),
-    "retrieval": ("retrieval", partial(listed, columns=RETRIEVAL)),
-    "activations": ("activations", activations),
+QUESTIONS: Mapping[str, Callable[[Sequence[Row]], str]] = {
+    "shape": shape,
+    "matching": matching,
+    "scale": scale,
+    "retrieval": partial(listed, columns=RETRIEVAL),
+    "activations": activations,
 }
 BLOCKS: Blocks = {
-    **{name: from_file("questions", make, part) for name, (part, make) in QUESTIONS.items()},
+    **{name: from_file("questions", make, name) for name, make in QUESTIONS.items()},
     "concentration": from_file("demo", concentration, "concentration", whole=True),
     "near_far": from_file("near-far", near_far, "concentration"),
     "near_far_matrices": matrices,
