@@ -42,6 +42,7 @@ def test_help_lists_the_commands_in_the_order_a_user_meets_them():
     ]
     expected = "demo list inspect convert export train sweep table figure report verify bench"
     assert names == expected.split()
+    assert "..." not in listed  # no description is cut
 
 
 def test_version():

@@ -42,7 +42,7 @@ class _InOrder(TyperGroup):
 
 app = typer.Typer(
     cls=_InOrder,
-    help="Linear Log-Normal attention: demonstrations and measurements.",
+    help="Linear Log-Normal attention: models, demonstrations and measurements.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -74,9 +74,9 @@ def _options(
 
 @app.command("list")
 def list_mechanisms(
-    name: Annotated[str | None, typer.Argument(help="Show all that is known of this one.")] = None,
+    name: Annotated[str | None, typer.Argument(help="The mechanism that is shown in full.")] = None,
 ) -> None:
-    """The mechanisms of the zoo; with a NAME all that is known of one."""
+    """List the mechanisms of the zoo, or show one in full."""
     from rich.console import Console
     from rich.table import Table
 
@@ -161,16 +161,16 @@ def inspect(
         Path, typer.Argument(metavar="MODEL_FOLDER", help="A local Hugging Face model.")
     ],
     text: Annotated[
-        Path | None, typer.Option(help="UTF-8 file to run it on; default Tiny Shakespeare.")
+        Path | None, typer.Option(help="UTF-8 file that the model reads; default Tiny Shakespeare.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/inspect"),
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of a sequence.")] = 256,
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences that are averaged.")] = 2,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences in the averages.")] = 2,
 ) -> None:
-    """Measure the attention heads of a model, and a report.
+    """Measure the attention heads of a model and write a report.
 
-    Loads a checkpoint (safetensors only, nothing is downloaded) or makes random weights where the
-    folder holds only a config.json, runs it on a text, and shows entropy, spectral gap,
+    The folder holds a checkpoint (safetensors only, nothing is downloaded). With a config.json
+    alone the weights are random. The model runs on a text. The report shows entropy, spectral gap,
     temperature, log-normality, and the heads that are biased.
     """
     let_waiting_threads_sleep()

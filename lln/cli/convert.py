@@ -25,19 +25,20 @@ def convert(
         ),
     ] = None,
     length: Annotated[
-        int | None, typer.Option(min=8, help="Tokens; default 512, decoders 2,048.")
+        int | None,
+        typer.Option(min=8, help="Tokens of a sequence; default 512, for decoders 2,048."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of an update.")] = 2,
     transfer_steps: Annotated[
-        int | None, typer.Option(min=0, help="Updates, layer by layer; default 300.")
+        int | None, typer.Option(min=0, help="Updates of transfer; default 300.")
     ] = None,
     transfer_rate: Annotated[
-        float | None, typer.Option(help="Highest learning rate of them; default 2e-2.")
+        float | None, typer.Option(help="Highest learning rate of transfer; default 2e-2.")
     ] = None,
-    recover_steps: Annotated[int, typer.Option(min=0, help="Updates of all weights.")] = 100,
+    recover_steps: Annotated[int, typer.Option(min=0, help="Updates of recovery.")] = 100,
     recover_rate: Annotated[
         float | None,
-        typer.Option(help="Highest learning rate of them; default 2e-5, from scratch 5e-4."),
+        typer.Option(help="Highest learning rate of recovery; default 2e-5, from scratch 5e-4."),
     ] = None,
     short_windows: Annotated[
         float | None,
@@ -47,8 +48,8 @@ def convert(
         bool,
         typer.Option(
             "--from-scratch",
-            help="Forget the weights and draw them anew, for comparison: no transfer (it excludes "
-            "--transfer-steps), --recover-steps updates of all weights on the model's answers.",
+            help="Draw all weights anew, for comparison. They learn from the softmax model's "
+            "answers in --recover-steps updates. --transfer-steps is refused.",
         ),
     ] = False,
     keep: Annotated[
@@ -74,31 +75,35 @@ def convert(
             "recall suffers most, or error, those that differ most from softmax.",
         ),
     ] = None,
-    attention: Annotated[str, typer.Option(help="A name of `lln list`.")] = "lln_nearfar",
+    attention: Annotated[
+        str, typer.Option(help="The new attention: a name of `lln list`.")
+    ] = "lln_nearfar",
     option: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Option of the attention; repeat."),
+        typer.Option("--set", metavar="KEY=VALUE", help="An option of the attention. Repeat."),
     ] = None,
     require: Annotated[
-        float | None, typer.Option(help="Exit with 1 if it agrees less with the softmax model.")
+        float | None, typer.Option(help="Exit with 1 if the agreement is less than this number.")
     ] = None,
-    held_out: Annotated[Path | None, typer.Option(help="File of text to be judged by.")] = None,
+    held_out: Annotated[Path | None, typer.Option(help="File of the text that judges.")] = None,
     results: Annotated[Path | None, typer.Option(help="Folder that gets a result row.")] = None,
-    judge_articles: Annotated[int, typer.Option(min=1, help="Held-out articles.")] = 200,
+    judge_articles: Annotated[int, typer.Option(min=1, help="Articles that judge.")] = 200,
     cost_length: Annotated[
-        int | None, typer.Option(min=0, help="Most tokens that are timed; 0 = none.")
+        int | None, typer.Option(min=0, help="The longest input that is timed; 0 times nothing.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default by machine.")] = None,
     precision: Annotated[str, typer.Option(help="fp32, or bf16 for autocast.")] = "fp32",
-    seed: Annotated[int, typer.Option(help="Of the order of the text.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the order of the text.")] = 0,
 ) -> None:
     """Give a trained softmax model linear attention.
 
-    Exchanges the attention, calibrates it, lets every layer learn what softmax answered there, then
-    all weights what the softmax model answers; judges on text it has not seen. --out gets model,
-    tokenizer, report.html and conversion.json. The same command again goes on after a kill.
-    --require compares the mean cosine of embeddings (encoders) or the perplexity of the softmax
-    model over that of the new one (decoders).
+    The new attention is calibrated. In transfer every layer learns what softmax answered in that
+    layer. In recovery all weights learn what the softmax model answers. Text that the model has not
+    seen judges the result. --out gets model, tokenizer, report.html and conversion.json. The same
+    command again goes on after a kill.
+
+    The agreement is the mean cosine of the embeddings of both models (encoders), or the perplexity
+    of the softmax model divided by the perplexity of the new model (decoders).
     """
     with plain_errors("lln convert"):
         let_waiting_threads_sleep()

@@ -20,18 +20,18 @@ def export(
         int | None, typer.Option(min=8, help="Most tokens of the check; default 512.")
     ] = None,
     attention: Annotated[
-        str | None, typer.Option(help="A name of `lln list`, for a model that has softmax.")
+        str | None, typer.Option(help="A name of `lln list` that takes the place of softmax.")
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Option of the attention; repeat."),
+        typer.Option("--set", metavar="KEY=VALUE", help="An option of the attention. Repeat."),
     ] = None,
     decoder: Annotated[
         bool,
-        typer.Option("--decoder", help="One step of decoding: token and state in, both out."),
+        typer.Option("--decoder", help="One step of decoding: the state goes in and comes out."),
     ] = False,
     results: Annotated[
-        Path | None, typer.Option(help="Folder for the rows of the check, as a result.")
+        Path | None, typer.Option(help="Folder that gets the rows of the check.")
     ] = None,
     check: Annotated[
         bool, typer.Option(help="Compare with torch, and time beside softmax, in onnxruntime.")
@@ -39,10 +39,10 @@ def export(
 ) -> None:
     """Write a model as an ONNX graph for any batch and length.
 
-    Takes a folder that `lln convert` or `save_pretrained` after `lln.hf.replace` wrote, or with
-    --attention any model. At the end the graph runs in onnxruntime at lengths that were not traced,
-    beside torch and beside the softmax model; exits with 1 if it differs from torch. With --decoder
-    the graph is one step of a causal model, checked beside `generate`.
+    The model comes from `lln convert` or from `save_pretrained` after `lln.hf.replace`. With
+    --attention it may be any model. At the end onnxruntime runs the graph at other lengths, beside
+    torch and beside the softmax model. The command exits with 1 if the graph differs from torch.
+    With --decoder the graph is one step of a causal model, and is compared with `generate`.
     """
     with plain_errors("lln export"):
         let_waiting_threads_sleep()

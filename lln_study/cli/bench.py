@@ -19,13 +19,13 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Short lengths only.")] = False,
     min_seconds: Annotated[float, typer.Option(help="Least time per case.")] = 1.0,
     load: Annotated[
-        int, typer.Option(min=0, help="Busy processes beside it, as on a machine with other work.")
+        int, typer.Option(min=0, help="Processes that keep the cores busy meanwhile.")
     ] = 0,
 ) -> None:
     """Measure speed and memory on this CPU.
 
-    LLN against softmax in one run; checks first that every implementation is right and stops if
-    not. Writes rows as JSON and CSV and a plot, named subject_hardware_date.
+    LLN and softmax are timed in one run. Every implementation is checked first; a wrong result
+    stops the run. The command writes rows as JSON and CSV and a plot, named subject_hardware_date.
     """
     if context.invoked_subcommand is not None:
         return
@@ -39,18 +39,18 @@ def bench(
 def bench_gpu(
     out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),
     quick: Annotated[bool, typer.Option("--quick", help="Two lengths only.")] = False,
-    op: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
+    op: Annotated[list[str] | None, typer.Option(help="Only this one. Repeat.")] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(help="Stop after, compiling included; what the targets are about is first."),
+        typer.Option(help="Stop after so many minutes. The cases of the targets come first."),
     ] = None,
 ) -> None:
     """Measure the kernels on a CUDA device.
 
-    Time called from Python and from CUDA graphs, and share of the memory-bandwidth floor, for LLN,
-    LLN+Diag, causal LLN, near and far keys, the recommended setting and decoding, beside softmax by
-    cuDNN and FlashAttention, and beside fla where it is installed; checks first
-    and stops if a kernel is wrong. A training step of RoBERTa-base, too.
+    Every kernel is checked first; a wrong result stops the run. Each is timed from Python and from
+    CUDA graphs, beside the softmax of cuDNN and FlashAttention, and beside fla where it is
+    installed. The rows also say how near a kernel comes to the memory bandwidth. Decoding and a
+    training step of RoBERTa-base are timed, too.
     """
     from lln_study.bench.gpu import run
 
@@ -64,13 +64,13 @@ def bench_gpu(
 def bench_targets(
     results: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
 ) -> None:
-    """Show what the kernels were to reach beside what was measured.
+    """Show the goals of the kernels beside the measurements.
 
-    From the newest rows of `lln bench gpu`, as Markdown; – for what was not measured.
+    The measurements are the newest rows of `lln bench gpu`. A dash stands for no measurement.
     """
-    from lln_study.paper.pages.targets import BLOCKS
+    from lln_study.paper.pages import targets
 
-    typer.echo(BLOCKS["gpu_targets"](results))
+    typer.echo(targets.newest(results))
 
 
 @bench_app.command("resources")
@@ -78,23 +78,24 @@ def bench_resources(
     arch: Annotated[
         int, typer.Option(help="80, 86, 89, 90 or 100: A100, A10, L40S, H200, B200.")
     ] = 90,
-    op: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
-    width: Annotated[list[int] | None, typer.Option(help="64, 128 or 256; repeatable.")] = None,
+    op: Annotated[list[str] | None, typer.Option(help="Only this one. Repeat.")] = None,
+    width: Annotated[list[int] | None, typer.Option(help="64, 128 or 256. Repeat.")] = None,
     dtype: Annotated[
-        list[str] | None, typer.Option(help="bfloat16, float16 or float32; repeatable.")
+        list[str] | None, typer.Option(help="bfloat16, float16 or float32. Repeat.")
     ] = None,
     masked: Annotated[
-        bool, typer.Option("--masked", help="With key masks and lengths that no tile divides.")
+        bool,
+        typer.Option("--masked", help="Compile for key masks and lengths that no tile divides."),
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder that also keeps the rows.")] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes that compile; default one per core.")
     ] = None,
 ) -> None:
-    """Compile the kernels and show what they occupy; needs no GPU.
+    """Compile the kernels without a GPU and show what they occupy.
 
-    Registers, spilled bytes and shared memory of every kernel, and how many of its programs run on
-    a multiprocessor at a time. Exits with 1 if a kernel does not fit.
+    The table has registers, spilled bytes and shared memory of every kernel, and how many programs
+    run on a multiprocessor at a time. The command exits with 1 if a kernel does not fit.
     """
     from lln_study.bench.kernels.offline import CannotCompile
     from lln_study.bench.kernels.resources import run
@@ -111,16 +112,16 @@ def bench_resources(
 @bench_app.command("tiles")
 def bench_tiles(
     kernel: Annotated[
-        list[str] | None, typer.Option(help="Only this one, e.g. diag_backward; repeatable.")
+        list[str] | None, typer.Option(help="Only this one, e.g. diag_backward. Repeat.")
     ] = None,
-    width: Annotated[list[int] | None, typer.Option(help="64 or 128; repeatable.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Stop after.")] = None,
+    width: Annotated[list[int] | None, typer.Option(help="64 or 128. Repeat.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Stop after so many minutes.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder that keeps the rows.")] = None,
 ) -> None:
     """Try other tiles of the kernels on a CUDA device.
 
-    Each is compiled, checked and timed in its op beside the one in use; says which would be faster,
-    changes nothing.
+    Each tile is compiled, checked and timed beside the tile in use. The command says which would be
+    faster and changes nothing.
     """
     from lln_study.bench.kernels.tiles import run
 
@@ -132,12 +133,12 @@ def bench_tiles(
 
 @bench_app.command("profile")
 def bench_profile(
-    op: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
+    op: Annotated[list[str] | None, typer.Option(help="Only this one. Repeat.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),
 ) -> None:
     """Show which kernels a call consists of on a CUDA device.
 
-    Microseconds and launches of every kernel of a forward and backward pass, by op.
+    The rows have microseconds and launches of every kernel of a forward and backward pass.
     """
     from lln_study.bench.kernels.profile import run
 
@@ -175,12 +176,12 @@ def bench_commits(
 def bench_monitor(
     out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    steps: Annotated[int, typer.Option(min=3, help="Of each kind.")] = 30,
+    steps: Annotated[int, typer.Option(min=3, help="Steps of each kind.")] = 30,
 ) -> None:
     """Measure what the monitor adds to training.
 
-    Ordinary and watched steps of a small RoBERTa in turn; the share of the time that watching takes
-    at the default rate.
+    A small RoBERTa takes ordinary and watched steps in turn. The result is the share of the time
+    that watching takes at the default rate.
     """
     from lln_study.bench.monitor import run
 
@@ -191,11 +192,9 @@ def bench_monitor(
 def bench_serve(
     out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    seats: Annotated[
-        list[int] | None, typer.Option(min=1, help="Streams at once; may be repeated.")
-    ] = None,
+    seats: Annotated[list[int] | None, typer.Option(min=1, help="Streams at once. Repeat.")] = None,
     length: Annotated[
-        list[int] | None, typer.Option(min=600, help="Tokens so far; may be repeated.")
+        list[int] | None, typer.Option(min=600, help="Tokens so far. Repeat.")
     ] = None,
     steps: Annotated[int, typer.Option(min=3, help="Steps per case.")] = 20,
     keep: Annotated[
@@ -205,8 +204,8 @@ def bench_serve(
 ) -> None:
     """Measure a step of serving against the length of the streams.
 
-    The preset for converted decoders beside softmax with its cache, both in lln.hf.Engine; on a GPU
-    a step is a CUDA graph. Checks first that tokens are those of generate.
+    The preset for converted decoders and softmax with its cache run in lln.hf.Engine. On a GPU a
+    step is a CUDA graph. The tokens are first compared with those of `generate`.
     """
     from lln_study.bench.serving import run
 
@@ -221,15 +220,14 @@ def bench_zoo(
     out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="Short lengths only.")] = False,
-    mechanism: Annotated[
-        list[str] | None, typer.Option(help="Only this one; may be repeated.")
-    ] = None,
+    mechanism: Annotated[list[str] | None, typer.Option(help="Only this one. Repeat.")] = None,
     min_seconds: Annotated[float, typer.Option(help="Least time per case on a CPU.")] = 0.3,
 ) -> None:
     """Measure every mechanism of the zoo against N.
 
-    Forward and forward + backward time and peak memory of a layer, and the fitted exponents of
-    their growth; softmax with its matrix and by SDPA. Writes rows as JSON and CSV and a plot.
+    Time and peak memory of a layer, forward and forward + backward, and the fitted exponents of
+    their growth. Softmax runs with its matrix and by SDPA. The command writes rows as JSON and CSV
+    and a plot.
     """
     from lln_study.bench.zoo import run
 

@@ -22,7 +22,7 @@ from lln_study.cli.train import (
 from lln_study.train.runfolder import is_first_process
 
 OnDamaged = Annotated[
-    str, typer.Option(help="stop before training if data are damaged, or skip those.")
+    str, typer.Option(help="stop before training if data are damaged, or skip what is damaged.")
 ]
 
 
@@ -43,8 +43,8 @@ def vit(
 ) -> None:
     """Train a Vision Transformer on labelled images.
 
-    Files named like cat.0.jpg (Kaggle's Dogs vs Cats), a folder per class, a tar of either, or
-    dogs_vs_cats_64.npz. Numbers ending in 0 are the test images, in 1 those for validation.
+    The data are files named like cat.0.jpg (Kaggle's Dogs vs Cats), a folder per class, a tar of
+    either, or dogs_vs_cats_64.npz. Images whose number ends in 0 are the test, in 1 the validation.
     """
     with running("lln train vit"):
         from lln.report.progress import shown
@@ -85,8 +85,8 @@ def lra(
 ) -> None:
     """Train the two-layer encoder on a task of the Long Range Arena.
 
-    ListOps and Pathfinder are generated unless --data has the official files; the others are read
-    from --data. Settings are the published ones: 50,000 steps; give fewer to try.
+    ListOps and Pathfinder are generated unless --data has the official files. The other tasks are
+    read from --data. The published settings have 50,000 steps; give fewer to try.
     """
     with running("lln train lra"):
         from lln.report.progress import shown
@@ -124,8 +124,8 @@ def table(
 ) -> None:
     """Train a model to classify rows of tables from the rows beside them.
 
-    Tables are generated; any attention of the zoo that can cross and needs no places. At the end
-    the tables of scikit-learn are classified in context; --fitted gives what to compare with.
+    The tables are generated. The attention must read another sequence and need no places. At the
+    end the model classifies the tables of scikit-learn. --fitted gives what to compare with.
     """
     with running("lln train table"):
         from lln.report.progress import shown

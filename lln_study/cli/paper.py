@@ -12,15 +12,15 @@ from lln.cli.running import let_waiting_threads_sleep
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/demo"),
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: seconds.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, in seconds.")] = False,
     results: Annotated[
         Path | None, typer.Option(help="Folder that also keeps the rows as JSON.")
     ] = None,
 ) -> None:
-    """Two minutes of LLN beside softmax, and a report.
+    """Compare LLN with softmax in two minutes, and write a report.
 
-    Measures entropy and spectral gap against temperature, exact retrieval, and time and memory
-    against length; prints tables and writes a self-contained HTML page.
+    The command measures entropy and spectral gap against temperature, exact retrieval, and time and
+    memory against length. It prints tables and writes one HTML page.
     """
     let_waiting_threads_sleep()
     from lln_study.demo.run import run
@@ -32,19 +32,21 @@ def figure(
     name: Annotated[
         str | None, typer.Argument(help="1, 2, 5a … 7, 8a, 8b, 9, 10a, 10b, arena.")
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="All that need no training.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="All figures that need no training.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder of the files.")] = Path("runs/figures"),
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: seconds.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, in seconds.")] = False,
     results: Annotated[Path, typer.Option(help="Folder of the result rows.")] = Path("results"),
 ) -> None:
     """Compute a figure of the paper again.
 
-    Writes SVG, PNG and the CSV behind them.
+    The command writes SVG, PNG and CSV.
 
-    Figures 2, 5a, 5b, 6a, 6b and 7, a minute at most each, and a page that shows them. Figure 2
-    also has the exact calibrations, the unbiased variant and mutual information. The others come
-    from the rows of training runs, "arena" (not in the paper) from those of Table 5; exits with 1
-    if there are none.
+    Figures 2, 5a, 5b, 6a, 6b and 7 are computed, in a minute at most each, and a page shows them.
+    Figure 2 also has the exact calibrations, the unbiased variant and mutual information. The other
+    figures come from the rows of training runs. "arena" is not in the paper and comes from the rows
+    of Table 5. The command exits with 1 if there are no rows.
     """
     from lln_study.paper.figures import FIGURES, from_rows
     from lln_study.paper.figures.run import run
@@ -66,8 +68,8 @@ def figure(
 def verify() -> None:
     """Check the paper's theorems and the limits of LLN by computation.
 
-    Prints a verdict per statement, with the numbers behind it and what the printed text lacks.
-    Exits with 1 if a statement fails.
+    The command prints a verdict per statement, the numbers behind it, and what the printed text
+    lacks. It exits with 1 if a statement fails.
     """
     from lln_study.paper.verify.run import run
 
@@ -80,19 +82,21 @@ MOST_LINES = 8  # of a table that has its best rows first
 
 def table(
     number: Annotated[
-        str, typer.Argument(help="Of the paper, 1 to 5; or pretraining, conversion.")
+        str, typer.Argument(help="1 to 5 of the paper; or pretraining, conversion, sets.")
     ],
     results: Annotated[Path, typer.Option(help="Folder of the result rows.")] = Path("results"),
-    as_json: Annotated[bool, typer.Option("--json", help="Records instead of a table.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="As in README.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print records instead of a table.")
+    ] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     every: Annotated[
-        bool, typer.Option("--all", help="All rows of conversion, not the best alone.")
+        bool, typer.Option("--all", help="All rows of conversion, not only the best.")
     ] = False,
 ) -> None:
     """Show a table of the paper with our numbers.
 
-    From the rows that `lln sweep`, `train` and `convert` wrote; several tables where they were
-    measured at several scales. Exits with 1 if there are no rows.
+    The rows come from `lln sweep`, `train` and `convert`. Rows of several scales make several
+    tables. The command exits with 1 if there are no rows.
     """
     from lln_study.paper.tables import table as tables
 
@@ -120,10 +124,10 @@ def report(
     results: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
     out: Annotated[Path, typer.Option(help="File of the page.")] = Path("runs/report.html"),
 ) -> None:
-    """One page: every table and figure of the paper beside ours.
+    """Write a page with every table and figure beside ours.
 
-    From the rows in --results, with scale, data, seeds, device and commit, and a sentence on what
-    differs. What has not been measured says how to measure it.
+    Our numbers come from the rows in --results, with scale, data, seeds, device and commit. A
+    sentence says what differs from the paper. What has not been measured says how to measure it.
     """
     if not results.is_dir():
         raise typer.BadParameter(f"--results {results} is not a folder; pass that of the rows")

@@ -34,9 +34,9 @@ Set = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="A setting, by its name in sweep files: steps=500, learning_rate=1e-3, seed=1, or of "
-        "the mechanism: options.near=32, options=recommended. Repeat. `--set list` shows "
-        "all of them, with their values.",
+        help="A setting of the run (steps=500, learning_rate=1e-3, seed=1) or of the mechanism "
+        "(options.near=32, options=recommended). Repeat. `--set list` shows all settings with "
+        "their values.",
     ),
 ]
 Out = Annotated[Path | None, typer.Option(help="Folder of the run; default runs/NAME.")]
@@ -134,9 +134,10 @@ def mlm(
 ) -> None:
     """Pre-train RoBERTa by masked language modelling.
 
-    Text comes from --data: .txt, .jsonl, both also .xz, or the official WikiText files; without it
-    the bundled Tiny Shakespeare. Writes curves, checkpoints (model folders for lln.hf.load) and a
-    result row. --set length=4096 --set batches=padded trains on whole articles.
+    The text is .txt or .jsonl files, both also as .xz, or the official WikiText files. By default
+    the model reads the bundled Tiny Shakespeare. The command writes curves, checkpoints (model
+    folders for lln.hf.load) and a result row. To train on whole articles, add --set length=4096
+    --set batches=padded.
     """
     with running("lln train mlm"):
         from lln.report.progress import shown
@@ -189,7 +190,7 @@ def glue(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="A setting, by its name in sweep files: epochs=3, seed=1, rates=5e-5,1e-4 (the "
+            help="A setting of the run: epochs=3, seed=1, rates=5e-5,1e-4 (the "
             "best on held-out data wins). Repeat. `--set list` shows all of them.",
         ),
     ] = None,
@@ -198,8 +199,8 @@ def glue(
 ) -> None:
     """Fine-tune a pre-trained model on a task of GLUE.
 
-    Files come from --data: the official TSV layout (SST-2/train.tsv ...) or sst2_train.jsonl.xz and
-    the like. A part of train chooses learning rate and epoch; dev is the test, looked at once.
+    The data are the official TSV files (SST-2/train.tsv ...) or sst2_train.jsonl.xz and the like. A
+    part of train chooses learning rate and epoch. dev is the test and is looked at once.
     """
     with running("lln train glue"):
         from lln.report.progress import shown
@@ -249,30 +250,35 @@ class OptionalAddress(typer.core.TyperCommand):
 
 
 def sweep(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSON, see sweeps/.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="JSON files, as in sweeps/.")
+    ],
     jobs: Annotated[
-        int, typer.Option(min=1, help="Runs at once, as processes; with --ray, on each GPU.")
+        int, typer.Option(min=1, help="Processes at once; with --ray, on each GPU.")
     ] = 1,
     out: Annotated[Path, typer.Option(help="Folder of the result rows.")] = Path("results"),
     minutes: Annotated[
-        float | None, typer.Option(help="Stop after; the same command goes on.")
+        float | None, typer.Option(help="Stop after so many minutes. The same command goes on.")
     ] = None,
     data: Data = None,
     scratch: Annotated[
-        Path, typer.Option(help="Folder of checkpoints, emptied as rows are finished.")
+        Path, typer.Option(help="Folder of checkpoints. A checkpoint goes when its rows are done.")
     ] = Path("runs/sweep"),
     tell: Annotated[
-        bool, typer.Option("--list", help="Say what is done and what is to run; run nothing.")
+        bool, typer.Option("--list", help="Say what is done and what is to run. Run nothing.")
     ] = False,
     ray: Annotated[
         str | None,
-        typer.Option(metavar="[ADDRESS]", help="Run on a Ray cluster; alone, the one Ray finds."),
+        typer.Option(
+            metavar="[ADDRESS]", help="Run on a Ray cluster; without ADDRESS on the one Ray finds."
+        ),
     ] = None,
 ) -> None:
-    """Run lists of configurations; those that have their row are skipped.
+    """Train what a file lists, and skip what is done.
 
-    Pre-training and the fine-tunings that follow it happen in one go. Rows and curves are appended
-    to files in --out; the same command again goes on where it stopped. Exits with 1 if runs failed.
+    A run is done when --out has its row. Fine-tunings follow their pre-training at once. Rows and
+    curves are appended to files in --out. The same command again goes on where it stopped. The
+    command exits with 1 if runs failed.
     """
     with running("lln sweep"):
         from lln_study.sweep.plan import plan, read

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lln.instruments import fit_lognormal, measure, temperature
-from lln.moments import match_moments, score_variance, standard_deviations
 from lln.records.rows import Row
 from lln.texts import bundled as data
 
@@ -119,7 +118,7 @@ def _train(model: Encoder, codes: Tensor, mask: int, setting: Setting) -> float:
 
 
 def _describe(q: Tensor, k: Tensor) -> Row:
-    """What Proposition 3.1 predicts of a layer, what is found, and what calibration gives."""
+    """What Proposition 3.1 predicts of a layer, and what is found."""
     p = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).softmax(-1)
     fit = fit_lognormal(p)
     product = temperature(q, k).pow(-2)
@@ -137,13 +136,4 @@ def _describe(q: Tensor, k: Tensor) -> Row:
         "spectral_gap": soft.spectral_gap,
         "column_bias": soft.column_bias,
     }
-    deviations = standard_deviations(q, k)
-    for method in ("paper", "variance", "entropy"):
-        for target, variance in (("product", None), ("measured", score_variance(q, k))):
-            alpha, beta = match_moments(
-                *deviations, q.shape[-1], method=method, score_variance=variance
-            )
-            options = {"kernel": "lln", "alpha": alpha, "beta": beta}
-            found = measure(q, k, measures=("entropy",), **options).entropy
-            values[f"entropy_{method}_{target}"] = found
     return {name: value.mean().item() for name, value in values.items()}

@@ -17,12 +17,10 @@ from torch import Tensor
 
 from lln.functional import attention
 from lln.instruments import (
-    centred_singular_value,
     entropy,
     fit_lognormal,
     log_variance,
     measure,
-    second_eigenvalue,
 )
 from lln.records import machine, saved
 from lln.records.rows import Row
@@ -66,7 +64,7 @@ def matching_rows() -> Iterator[Row]:
 
 def scale_rows() -> Iterator[Row]:
     """Concentration and gradients for fixed α = β, as in the paper's ablation; softmax first."""
-    for scale in (None, 1.0, 1.5, 2.0, 2.2, 3.0, 4.0, 6.0):
+    for scale in (None, 1.0, 2.0, 2.2, 3.0, 6.0):
         found: dict[str, list[float]] = {"entropy": [], "spectral_gap": [], "gradient": []}
         for draw in range(DRAWS):
             q, k = gaussian(512, 64, seed=draw)
@@ -125,25 +123,6 @@ def _found(chosen: Attention, k: Tensor, target: Tensor, block: int | None = Non
     return (p.argmax(-1) == target).double().mean().item()
 
 
-def chain_rows() -> Iterator[Row]:
-    """Attention applied over and over: how fast rows become alike, and the stationary law."""
-    for name in ("softmax", "LLN paper", "LLN entropy", "LLN entropy, normalize_keys"):
-        for temperature in (0.5, 1.0):
-            q, k = gaussian(512, 64, seed=0, score_variance=temperature**-2)
-            p = ATTENTIONS[name].matrix(q, k)
-            row: Row = {"attention": name, "temperature": temperature}
-            row["second_eigenvalue"] = second_eigenvalue(p).item()
-            row["centred_singular_value"] = centred_singular_value(p).item()
-            power = torch.eye(len(p), dtype=p.dtype)
-            for step in (1, 2, 3, 4):
-                power = power @ p
-                distance = (power - power.mean(0)).abs().sum(-1).mean().item() / 2
-                row[f"distance_{step}"] = distance
-            stationary = torch.linalg.matrix_power(p, 200).mean(0)
-            row["stationary_tokens"] = 1 / stationary.square().sum().item()
-            yield row
-
-
 def _spreads(found: dict[str, list[float]]) -> Row:
     row: Row = {}
     for name, values in found.items():
@@ -156,7 +135,6 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     "matching": matching_rows,
     "scale": scale_rows,
     "retrieval": retrieval_rows,
-    "chain": chain_rows,
     "activations": activation_rows,
 }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lln.nn import RECOMMENDED
-from lln_study.paper.pages.blocks import NOTHING_YET, Blocks, markdown_table
+from lln_study.paper.pages.blocks import NOTHING_YET, Blocks, crossed, markdown_table
 from lln_study.paper.results import as_published, read, record_of
 from lln_study.paper.tables import table as tables
 from lln_study.paper.tables.arena import AVERAGED, NAMES
@@ -21,18 +21,13 @@ Record = Mapping[str, Any]
 CORRELATIONS = ("cola", "stsb")
 SOFTMAX, WITH_CONV = "softmax", "softmax + conv"
 PAPER, BEST, WIDE = "LLN+Diag (paper)", "LLN+Diag (recommended)", "LLN+Diag (blocks of 256)"
-WIDE_OPTIONS = {**RECOMMENDED, "near": 256}
 # Words -> mechanism and options; without options as it was published.
 MODELS: Mapping[str, tuple[str, Mapping[str, Any] | None]] = {
     SOFTMAX: ("softmax", None),
     WITH_CONV: ("softmax", {"conv": RECOMMENDED["conv"]}),
     PAPER: ("lln_diag", None),
     BEST: ("lln_diag", RECOMMENDED),
-    WIDE: ("lln_diag", WIDE_OPTIONS),
-    "LLN+Diag (blocks of 256, no conv)": (
-        "lln_diag",
-        {name: value for name, value in WIDE_OPTIONS.items() if name != "conv"},
-    ),
+    WIDE: ("lln_diag", {**RECOMMENDED, "near": 256}),
     "LLN+Diag (blocks of 16)": ("lln_diag", {"near": 16}),
     "LLN+Diag (blocks of 32)": ("lln_diag", {"near": 32}),
     "Diag alone": ("block_diag", None),
@@ -46,7 +41,6 @@ PAIRS = (
     (BEST, WITH_CONV),
     (WIDE, WITH_CONV),
     (WIDE, BEST),
-    ("LLN+Diag (blocks of 256, no conv)", SOFTMAX),
     (PAPER, "Diag alone"),
     ("LLN alone", SOFTMAX),
     ("LLN+Diag (blocks of 16)", PAPER),
@@ -78,24 +72,26 @@ Values = dict[str, Value]  # by the words of a model
 
 
 def claims(results: Path) -> str:
-    """A line per measure and pair of models that have a number in it."""
-    lines = []
+    """Differences of losses, then of per cents: a line per pair of models, a column per measure."""
+    loss, scores = {}, {}
     for measure, values in measures(results).items():
-        digits = 3 if measure.startswith(LOSS) else 1
+        is_loss = measure.startswith(LOSS)
         for ours, theirs in PAIRS:
             if ours in values and theirs in values:
-                compared = _compared(values[ours], values[theirs], digits)
-                lines.append([f"{measure}: {ours} – {theirs}", *compared])
-    columns = ["claim", "ours", "theirs", "difference", "seeds"]
-    return markdown_table(columns, lines) if lines else NOTHING_YET
+                cell = _compared(values[ours], values[theirs], 3 if is_loss else 1)
+                name = measure.removeprefix(f"{LOSS}, ").removesuffix(", %")
+                (loss if is_loss else scores)[f"{ours} – {theirs}", name] = cell
+    tables = [crossed(LOSS, loss), crossed("%", scores)]
+    return "\n\n".join(tables) if loss or scores else NOTHING_YET
 
 
-def _compared(ours: Value, theirs: Value, digits: int) -> list[str]:
+def _compared(ours: Value, theirs: Value, digits: int) -> str:
+    """The difference, its error, and the seeds in brackets if there are several."""
     difference = f"{ours.number - theirs.number:+.{digits}f}"
     if ours.error is not None and theirs.error is not None:
         difference += f" ± {math.hypot(ours.error, theirs.error):.{digits}f}"
-    numbers = [f"{each.number:.{digits}f}" for each in (ours, theirs)]
-    return [*numbers, difference, str(min(ours.seeds, theirs.seeds))]
+    seeds = min(ours.seeds, theirs.seeds)
+    return f"{difference} ({seeds})" if seeds > 1 else difference
 
 
 def best(results: Path) -> str:

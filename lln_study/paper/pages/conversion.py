@@ -22,17 +22,16 @@ BEST = {
 
 
 def positions(results: Path) -> str:
-    """Nats a token against the tokens before it, of converted decoders and their teachers."""
-    made = []
-    for rows in grouped(_with(results, "loss_by_position"), _edges).values():
-        found = {
-            (words, f"{part['from']:,}–{part['to']:,}"): f"{part['nll']:.2f}"
-            for row in rows
-            for name, words in _both(row).items()
-            for part in row["loss_by_position"][name]
-        }
-        made.append(sourced(crossed("tokens before", found), rows))
-    return "\n\n".join(made) or NOTHING_YET
+    """Nats a token against the tokens before it, for the windows that were measured first."""
+    windows = grouped(_with(results, "loss_by_position"), _edges)
+    rows = next(iter(windows.values()), [])
+    found = {
+        (words, f"{part['from']:,}–{part['to']:,}"): f"{part['nll']:.2f}"
+        for row in rows
+        for name, words in _both(row).items()
+        for part in row["loss_by_position"][name]
+    }
+    return sourced(crossed("tokens before", found), rows)
 
 
 def _edges(row: Row) -> tuple[int, ...]:

@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from lln_study.paper.pages.blocks import Blocks, Row, cells, crossed, from_file, listed, picture
+from lln_study.paper.pages.blocks import (
+    Blocks,
+    Row,
+    cells,
+    crossed,
+    from_file,
+    listed,
+    picture,
+)
 from lln_study.paper.results import grouped
 
 SCALE = {
@@ -24,19 +32,8 @@ RETRIEVAL = {
     "LLN+Diag, target in the block": "{LLN+Diag near:.0%}",
     "LLN+Diag, anywhere": "{LLN+Diag far:.0%}",
 }
-CHAIN = {
-    "": "{attention}, τ = {temperature:g}",
-    "\\|λ₂\\|": "{second_eigenvalue:.2f}",
-    "σ₁(P̄)": "{centred_singular_value:.2f}",
-    "P^1": "{distance_1:.3f}",
-    "P^2": "{distance_2:.3f}",
-    "P^3": "{distance_3:.3f}",
-    "P^4": "{distance_4:.3f}",
-    "tokens of π": "{stationary_tokens:.0f}",
-}
-PLACE = "step {step} (loss {loss:.2f}), layer {layer}"
 ACTIVATIONS = {
-    "": PLACE,
+    "": "step {step} (loss {loss:.2f}), layer {layer}",
     "σ_q²σ_k²": "{product_variance:.2f}",
     "σ² of scores": "{score_variance:.2f}",
     "within rows": "{row_variance:.2f}",
@@ -46,22 +43,16 @@ ACTIVATIONS = {
     "gap": "{spectral_gap:.2f}",
     "bias": "{column_bias:.2f}",
 }
-CALIBRATION = {
-    "": PLACE,
-    "softmax": "{entropy:.2f}",
-    "paper, product": "{entropy_paper_product:.2f}",
-    "paper, measured": "{entropy_paper_measured:.2f}",
-    "variance, product": "{entropy_variance_product:.2f}",
-    "variance, measured": "{entropy_variance_measured:.2f}",
-    "entropy, product": "{entropy_entropy_product:.2f}",
-    "entropy, measured": "{entropy_entropy_measured:.2f}",
-}
 HEADS = {
     "mean over all heads": "{form}",
     "entropy, bits": "{entropy:.1f}",
     "near share": "{near_share:.0%}",
     "mass elsewhere": "{distance:.0%}",
 }
+
+
+SHOWN_AT = (0.3, 0.5, 1.0, 2.0)  # temperatures on the page of concentration
+SCALES = (None, 1.0, 2.0, 2.2, 3.0, 6.0)  # α = β on the page of questions
 
 
 def shape(rows: Sequence[Row]) -> str:
@@ -73,7 +64,8 @@ def shape(rows: Sequence[Row]) -> str:
 
 def matching(rows: Sequence[Row]) -> str:
     cell = "{variance_ratio:.2f} / {entropy_difference:+.2f}"
-    return crossed("D", cells(rows, "{head_dim}, σ² = {score_variance:g}", "{attention}", cell))
+    shown = [row for row in rows if row["head_dim"] != 32]
+    return crossed("D", cells(shown, "{head_dim}, σ² = {score_variance:g}", "{attention}", cell))
 
 
 def scale(rows: Sequence[Row]) -> str:
@@ -81,12 +73,13 @@ def scale(rows: Sequence[Row]) -> str:
     for row in rows:
         name = "softmax" if row["scale"] is None else f"LLN, α = β = {row['scale']:g}"
         shown.append({**row, "name": name, "ratio": row["gradient"] / rows[0]["gradient"]})
-    return listed(shown, SCALE)
+    return listed([row for row in shown if row["scale"] in SCALES], SCALE)
 
 
 def concentration(content: Mapping[str, Sequence[Row]]) -> str:
     """Entropy and spectral gap at some temperatures, and the share of targets found."""
-    rows = sorted(content["concentration"], key=lambda row: row["temperature"])
+    rows = [row for row in content["concentration"] if row["temperature"] in SHOWN_AT]
+    rows.sort(key=lambda row: row["temperature"])
     found = cells(rows, "{kernel}", "τ = {temperature:g}", "{entropy:.2f} / {spectral_gap:.2f}")
     found |= cells(content["retrieval"], "{kernel}", "targets found", "{found:.0%}")
     return crossed("entropy (bits) / spectral gap", found)
@@ -95,7 +88,8 @@ def concentration(content: Mapping[str, Sequence[Row]]) -> str:
 def near_far(rows: Sequence[Row]) -> str:
     """Bits and share of near keys against softmax's, for every size and temperature."""
     cell = "{entropy_difference:+.2f} / {share_difference:+.3f}"
-    return crossed("N, D", cells(rows, "{tokens:,}, {head_dim}", "τ = {temperature:g}", cell))
+    shown = [row for row in rows if row["head_dim"] != 32]
+    return crossed("N, D", cells(shown, "{tokens:,}, {head_dim}", "τ = {temperature:g}", cell))
 
 
 def slots(rows: Sequence[Row]) -> str:
@@ -121,17 +115,20 @@ def _mean_over_heads(rows: Sequence[Row]) -> str:
     return listed(means, HEADS)
 
 
-QUESTIONS: Mapping[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
-    "shape": ("shape", shape),
-    "matching": ("matching", matching),
-    "scale": ("scale", scale),
-    "retrieval": ("retrieval", partial(listed, columns=RETRIEVAL)),
-    "chain": ("chain", partial(listed, columns=CHAIN)),
-    "activations": ("activations", partial(listed, columns=ACTIVATIONS)),
-    "calibration": ("activations", partial(listed, columns=CALIBRATION)),
+def activations(rows: Sequence[Row]) -> str:
+    """The first layer of the first step, which is like the others, and the layers at the end."""
+    return listed([row for row in rows if row["step"] or not row["layer"]], ACTIVATIONS)
+
+
+QUESTIONS: Mapping[str, Callable[[Sequence[Row]], str]] = {
+    "shape": shape,
+    "matching": matching,
+    "scale": scale,
+    "retrieval": partial(listed, columns=RETRIEVAL),
+    "activations": activations,
 }
 BLOCKS: Blocks = {
-    **{name: from_file("questions", make, part) for name, (part, make) in QUESTIONS.items()},
+    **{name: from_file("questions", make, name) for name, make in QUESTIONS.items()},
     "concentration": from_file("demo", concentration, "concentration", whole=True),
     "near_far": from_file("near-far", near_far, "concentration"),
     "near_far_matrices": matrices,

@@ -1,4 +1,4 @@
-"""Losses of short pre-trainings: the blocks of docs/results/lln-alone.md and near-and-far.md.
+"""Losses of short pre-trainings: the blocks of docs/results/lln-alone.md.
 
 Long pre-trainings are in the table of pre-training, and drawn by :mod:`figures.lln_alone`.
 """
@@ -6,7 +6,6 @@ Long pre-trainings are in the table of pre-training, and drawn by :mod:`figures.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from lln_study.paper.figures.lln_alone import ALONE, CPU, SCREEN, USUAL, USUAL_CPU, Fields
@@ -20,12 +19,11 @@ from lln_study.paper.results import (
     read_curves,
 )
 
-BRANCHES = ("softmax", "lln_diag", "lln_nearfar")
 SETTLED = 500  # updates after which a large gradient is no start
 Run = tuple[str, int]  # digest and seed
 
 
-def screen(results: Path, mechanisms: Sequence[str]) -> str:
+def screen(results: Path) -> str:
     """Short pre-trainings with one thing changed; in brackets the largest norm of the gradient."""
     norms = {
         _run(line): max(
@@ -34,7 +32,7 @@ def screen(results: Path, mechanisms: Sequence[str]) -> str:
         )
         for line in read_curves(results / SCREEN)
     }
-    rows = [row for row in read(results / SCREEN, "mlm") if row["mechanism"] in mechanisms]
+    rows = [row for row in read(results / SCREEN, "mlm") if row["mechanism"] in ALONE]
     return table(rows, USUAL, norms)
 
 
@@ -74,7 +72,6 @@ def _run(row: Row) -> Run:
 
 
 BLOCKS: Blocks = {
-    "lln_alone_screen": partial(screen, mechanisms=ALONE),
+    "lln_alone_screen": screen,
     "lln_alone_small": on_cpu,
-    "near_far_screen": partial(screen, mechanisms=BRANCHES),
 }

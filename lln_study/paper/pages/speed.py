@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lln_study.paper.pages.blocks import (
 from lln_study.paper.results import grouped
 
 TOKENS = 65_536  # of a batch on a GPU
+ON_CPU = (128, 256, 512, 1024, 4096, 8192, 16_384, 262_144)  # lengths that are shown
 ON_GPU = {"D": 64, "dtype": "bfloat16", "launch": "graph"}
 SERVING = {
     "seats": "{seats}",
@@ -40,9 +42,10 @@ ONNX = {
 }
 
 
-def by_length(columns: Mapping[str, Mapping[int, str]]) -> str:
-    """A table with a line per N; a column has its cells by N."""
-    lengths = sorted({N for own in columns.values() for N in own})
+def by_length(columns: Mapping[str, Mapping[int, str]], lengths: Collection[int] = ()) -> str:
+    """A table with a line per N, or for these alone; a column has its cells by N."""
+    found = {N for own in columns.values() for N in own}
+    lengths = sorted(found & set(lengths) or found)
     lines = [[f"{N:,}", *(own.get(N) or "–" for own in columns.values())] for N in lengths]
     return markdown_table(["N", *columns], lines)
 
@@ -85,19 +88,7 @@ def _calls(content: Mapping[str, Any]) -> str:
         "causal LLN": column(rows, "causal fwd eager", _ms),
         "ratio": column(ratios, "causal fwd", _ratio),
     }
-    return f"{by_length(both)}\n\n{by_length(causal)}"
-
-
-def _busy(content: Mapping[str, Any]) -> str:
-    """SDPA's time ÷ ours beside busy processes."""
-    cases = {
-        "LLN": "bidirectional fwd",
-        "causal LLN": "causal fwd",
-        "recommended, fwd+bwd": "recommended fwd+bwd",
-    }
-    return by_length(
-        {name: column(content["ratios"], case, _ratio) for name, case in cases.items()}
-    )
+    return f"{by_length(both, ON_CPU)}\n\n{by_length(causal, ON_CPU)}"
 
 
 def on_gpu(results: Path) -> str:
@@ -134,25 +125,14 @@ def _kernels(content: Mapping[str, Any]) -> str:
 
 
 def _profile(rows: Sequence[Row]) -> str:
-    """Microseconds of the kernels of every op: ours by name, PyTorch's together."""
-    lines = []
-    for (op, width), own in grouped(rows, lambda row: (row["op"], row["D"])).items():
-        found = [
-            (sum(row["us"] for row in same), sum(row["launches"] for row in same), name)
-            for name, same in grouped(own, _kernel).items()
-        ]
-        shown = [
-            f"{name} {three_digits(us)}" + (f" ({launches:.0f})" if launches > 1 else "")
-            for us, launches, name in sorted(found, reverse=True)
-        ]
-        total = sum(us for us, _, _ in found)
-        lines.append([f"`{op}`, heads of {width}", f"{total:,.0f}", ", ".join(shown)])
-    return markdown_table(["op", "µs", "kernels"], lines)
-
-
-def _kernel(row: Row) -> str:
-    name: str = row["kernel"]
-    return name.removesuffix("_kernel") if name.endswith("_kernel") else "PyTorch's own"
+    """Microseconds of the kernels of a call of our ops, heads of 64."""
+    own = grouped(where(rows, {"D": 64}), lambda row: row["op"])
+    lines = [
+        [f"`{op}`", f"{sum(row['us'] for row in found):,.0f}"]
+        for op, found in own.items()
+        if not re.match("roberta|.*overlap", op)
+    ]
+    return markdown_table(["op", "µs"], lines)
 
 
 def serving(results: Path) -> str:
@@ -173,7 +153,6 @@ def _onnx(rows: Sequence[Row]) -> str:
 
 BLOCKS: Blocks = {
     "speed": on_cpu,
-    "busy": from_file("attention-load-2", _busy, whole=True),
     "gpu": on_gpu,
     "gpu_profile": from_file("profile", _profile),
     "serving": serving,

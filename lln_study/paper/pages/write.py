@@ -15,31 +15,11 @@ from lln.records.files import write_text
 from lln.report import panels
 from lln.report.panels import Panel
 from lln_study.paper.figures import cost, from_rows, lln_alone
-from lln_study.paper.pages import claims, conversion, formulas, losses, speed, targets, versions
-from lln_study.paper.pages.blocks import NOTHING_YET, Blocks, crossed, rewrite, sourced
-from lln_study.paper.results import in_paper_order, read
-from lln_study.paper.tables import table as tables
-from lln_study.paper.tables.arena import name_of
+from lln_study.paper.pages import claims, conversion, formulas, losses, parts, speed, versions
+from lln_study.paper.pages.blocks import NOTHING_YET, Blocks, rewrite
 
-WITH_BLOCKS = (claims, conversion, formulas, losses, speed, targets, versions)
+WITH_BLOCKS = (claims, conversion, formulas, losses, parts, speed, versions)
 FROM_ROWS = ("8a", "9", "10a", "arena", "sets")
-
-
-def paper_table(number: str, results: Path) -> str:
-    """A table of the paper as ``lln table`` prints it, without runs in float16: for Fig. 8b."""
-    shown = [
-        table.markdown()
-        for table in tables.make(number, results)
-        if table.records[0].get("configuration", {}).get("precision") != "fp16"
-    ]
-    return "\n\n".join(shown) or NOTHING_YET
-
-
-def retrieval_short(results: Path) -> str:
-    """Accuracy of small models that were trained on a CPU."""
-    rows = sorted(read(results / "retrieval_short", "lra"), key=in_paper_order)
-    cells = {(name_of(row), "accuracy, %"): f"{100 * row['accuracy']:.1f}" for row in rows}
-    return sourced(crossed("", cells), rows)
 
 
 def drawing(name: str, results: Path) -> str:
@@ -58,8 +38,6 @@ DRAWINGS: Mapping[str, tuple[str, Callable[[Path], list[Panel]]]] = {
 }
 BLOCKS: Blocks = {
     **{name: partial(drawing, name) for name in DRAWINGS},
-    **{f"table_{number}": partial(paper_table, number) for number in tables.TABLES},
-    "retrieval_short": retrieval_short,
     **{name: block for page in WITH_BLOCKS for name, block in page.BLOCKS.items()},
 }
 

@@ -65,23 +65,18 @@ def test_the_screen_names_what_was_changed_and_what_diverged(tmp_path):
     ]
 
 
-def test_branches_that_differ_in_an_option_are_lines_of_their_own(tmp_path):
-    block = {"near": 128}
+def test_mechanisms_that_differ_in_an_option_are_lines_of_their_own(tmp_path):
     rows = [
-        row("lln_nearfar", 4.0, options=block),
-        row("lln_nearfar", 3.0, options={**block, "statistics": "fixed"}),
-        row("lln_diag", 5.0, options={**block, "mix": "learned"}),
-        row("lln_diag", 6.0, options=block),
+        row("lln", 5.0, options={"feature_map": "learned"}),
+        row("lln", 6.0),
         row("softmax", 9.0, positions="normal"),
-        row("lln", 8.0),
+        row("lln_diag", 8.0),
     ]
-    assert shown(losses.BLOCKS["near_far_screen"], tmp_path, rows, losses.SCREEN) == [
+    assert shown(losses.screen, tmp_path, rows, losses.SCREEN) == [
         "| loss | no conv |",
         "| Softmax, positions = normal | 9.000 |",
-        "| LLN+Diag (C = 128) | 6.000 |",
-        "| LLN+Diag (C = 128, learned mix) | 5.000 |",
-        "| Near and far (C = 128) | 4.000 |",
-        "| Near and far (C = 128, statistics=fixed) | 3.000 |",
+        "| LLN | 6.000 |",
+        "| LLN (feature_map=learned) | 5.000 |",
     ]
 
 

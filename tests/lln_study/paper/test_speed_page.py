@@ -1,30 +1,23 @@
-"""The page of speed: what it says of a busy machine comes from that run."""
+"""The page of speed: cells stand at their length, steps of serving beside their memory."""
 
 from __future__ import annotations
 
 import json
 
 from lln_study.paper.pages.blocks import NOTHING_YET
-from lln_study.paper.pages.speed import BLOCKS, serving
+from lln_study.paper.pages.speed import by_length, serving
 
 ROW = {"device": "a CPU, 2 threads", "torch": "2.13.0", "commit": "0123456789"}
 
 
-def written(folder, subject, ratios):
-    found = [{"op": op, "pass": "fwd", "N": N, "ratio": r} for (op, N), r in ratios.items()]
-    content = {"date": "2026-01-02", "ratios": found, "rows": [ROW]}
-    (folder / f"{subject}_cpu_2026-01-02.json").write_text(json.dumps(content))
-
-
-def test_ratios_beside_other_processes_are_those_of_that_run(tmp_path):
-    busy = BLOCKS["busy"]
-    written(tmp_path, "attention", {("bidirectional", 512): 2.0, ("causal", 512): 0.94})
-    assert busy(tmp_path) == NOTHING_YET
-    written(tmp_path, "attention-load-2", {("bidirectional", 512): 1.5, ("causal", 1024): 0.94})
-    lines = busy(tmp_path).splitlines()
-    assert lines[0] == "| N | LLN | causal LLN | recommended, fwd+bwd |"
-    assert lines[2:4] == ["| 512 | 1.5× | – | – |", "| 1,024 | – | 0.9× | – |"]
-    assert "a CPU, 2 threads" in lines[-1] and "commit 0123456789" in lines[-1]
+def test_only_the_lengths_that_are_asked_for_are_lines():
+    columns = {"a": {512: "1", 1024: "2"}, "b": {1024: "3", 4096: "4"}}
+    assert by_length(columns).splitlines()[2:] == [
+        "| 512 | 1 | – |",
+        "| 1,024 | 2 | 3 |",
+        "| 4,096 | – | 4 |",
+    ]
+    assert by_length(columns, [128, 1024]).splitlines()[2:] == ["| 1,024 | 2 | 3 |"]
 
 
 def test_a_step_of_serving_is_shown_with_its_memory(tmp_path):

@@ -9,7 +9,9 @@ from typer.testing import CliRunner
 
 from lln.cli.app import app
 from lln.nn import RECOMMENDED
+from lln.report.page import Table
 from lln_study.paper import results
+from lln_study.paper.pages import parts
 from lln_study.paper.pages.blocks import NOTHING_YET, rewrite
 from lln_study.paper.pages.claims import best
 from lln_study.paper.pages.write import BLOCKS
@@ -268,6 +270,25 @@ def test_the_block_of_a_page_is_the_table_or_says_that_there_are_no_rows(tmp_pat
     write(tmp_path, [step("lln", 512, 40.0)])
     (table,) = tables.make("2", tmp_path)
     assert table.markdown() in rewrite(page, tmp_path, BLOCKS)
+
+
+def test_a_page_shows_a_part_of_a_table_and_a_note_once(tmp_path, monkeypatch):
+    made = [
+        Table(
+            ["", "loss", "seconds", "peak"], [[name, "1", "2", "–"] for name in "aab"], title, notes
+        )
+        for title, notes in (
+            ("one", ["loss: in nats", "GPU"]),
+            ("two", ["loss: in nats"]),
+            ("no", []),
+        )
+    ]
+    monkeypatch.setattr(tables, "make", lambda number, folder: made)
+    monkeypatch.setitem(parts.PARTS, "2", parts.Part("one|two", ["seconds"], "b"))
+    shown = "|  | loss |\n| --- | ---: |\n| a | 1 |"
+    assert BLOCKS["table_2"](tmp_path) == (
+        f"**one**\n\n{shown}\n\n- loss: in nats\n- GPU\n\n**two**\n\n{shown}"
+    )
 
 
 def test_readme_shows_both_softmax_and_ours_of_the_largest_scale(tmp_path):
