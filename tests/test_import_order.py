@@ -24,7 +24,7 @@ LIBRARY: dict[str, set[str]] = {
     "moments": {"ops", "protocols"},
     "distributed": {"moments", "ops", "protocols"},
     "functional": {"distributed", "ops", "moments", "protocols"},
-    "instruments": {"ops", "moments", "protocols", "records"},
+    "instruments": {"mechanisms", "ops", "moments", "protocols", "records"},
     "nn": {"functional", "distributed", "ops", "moments", "protocols"},
     "baselines": {"functional", "ops", "moments", "protocols"},
     "zoo": {"nn", "baselines", "mechanisms", "ops"},
