@@ -1,4 +1,5 @@
-"""Write every measured block of README.md and docs/ from ``results/``: ``make pages``.
+"""Write every measured block of README.md and docs/ from ``results/``, and the notebook of the
+tutorial from its page: ``make pages``.
 
 A test compares the pages with what this module would write, so that no number is typed by hand.
 """
@@ -15,7 +16,16 @@ from lln.records.files import write_text
 from lln.report import panels
 from lln.report.panels import Panel
 from lln_study.paper.figures import cost, from_rows, lln_alone
-from lln_study.paper.pages import claims, conversion, formulas, losses, speed, targets, versions
+from lln_study.paper.pages import (
+    claims,
+    conversion,
+    formulas,
+    losses,
+    notebook,
+    speed,
+    targets,
+    versions,
+)
 from lln_study.paper.pages.blocks import NOTHING_YET, Blocks, crossed, rewrite, sourced
 from lln_study.paper.results import in_paper_order, read
 from lln_study.paper.tables import table as tables
@@ -77,7 +87,7 @@ def written(page: Path, results: Path) -> str:
 
 
 def main(root: Path) -> None:
-    """Rewrite the pages of ``root`` from ``root/results``, and draw what they show."""
+    """Rewrite the pages of ``root`` from ``root/results``, draw what they show, the notebook."""
     results = root / "results"
     for name, (_, figure) in DRAWINGS.items():
         drawn = figure(results)
@@ -85,6 +95,7 @@ def main(root: Path) -> None:
             write_text(results / f"{name}.svg", panels.as_files(name, drawn)["svg"].decode())
     for page in pages(root):
         write_text(page, written(page, results))
+    notebook.write(root)
 
 
 if __name__ == "__main__":
