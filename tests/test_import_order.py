@@ -30,7 +30,7 @@ LIBRARY: dict[str, set[str]] = {
     "zoo": {"nn", "baselines", "mechanisms", "ops"},
     "hf": {
         *("device", "zoo", "mechanisms", "nn", "functional", "moments", "ops", "instruments"),
-        "protocols",
+        *("protocols", "records"),
     },
     "onnx": {"hf", "functional", "nn", "ops", "protocols"},
     "report": set(),
@@ -119,6 +119,7 @@ EXTRAS_AT_THE_TOP = {
     "cli/export.py": {"typer"},
     "cli/options.py": {"typer"},
     "cli/running.py": {"typer"},
+    "cli/whole_help.py": {"typer"},
     "study/cli/__init__.py": {"typer"},
     "study/cli/bench.py": {"typer"},
     "study/cli/classify.py": {"typer"},
