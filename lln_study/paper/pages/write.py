@@ -60,12 +60,12 @@ def drawing(name: str, results: Path) -> str:
 
 DRAWINGS: Mapping[str, tuple[str, Callable[[Path], list[Panel]]]] = {
     "figure_time": ("Time against the number of tokens, softmax and LLN+Diag", cost.panels),
+    "figure_lln_alone": ("Loss of pre-training of LLN alone and beside it", lln_alone.panels),
     "figure_table_5": ("Accuracy on the Long Range Arena, task by task", overview.arena),
     "figure_conversion": (
         "Perplexity of converted decoders against the keys and values they keep",
         overview.conversion,
     ),
-    "figure_lln_alone": ("Loss of pre-training of LLN alone and beside it", lln_alone.panels),
     **{
         f"figure_{name}": (from_rows.FIGURES[name].title, partial(from_rows.panels, name))
         for name in FROM_ROWS
