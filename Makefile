@@ -76,7 +76,7 @@ format: install  ## rewrite the files as `make check` wants them
 bench: install  ## time and memory on this CPU, rows into runs/bench
 	$(BIN)/lln bench
 
-pages: install  ## rewrite the measured blocks of README.md and docs/ from results/
+pages: install  ## rewrite the measured blocks of README.md and docs/ from results/, and the notebook
 	$(BIN)/python -m lln_study.paper.pages.write
 
 docs: install  ## the documentation as a site, with the API: build/docs/index.html

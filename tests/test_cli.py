@@ -45,6 +45,19 @@ def test_help_lists_the_commands_in_the_order_a_user_meets_them():
     assert "..." not in listed  # no description is cut
 
 
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("group", [[], ["train"], ["bench"]], ids=str)
+def test_help_says_every_description_in_full(group, columns):
+    from typer.testing import CliRunner
+
+    from lln.cli import app as cli
+
+    said = CliRunner().invoke(cli.app, [*group, "--help"], terminal_width=columns).stdout
+    listed = said.partition("Commands:\n")[2]
+    assert listed and "..." not in listed
+    assert max(map(len, said.splitlines())) <= columns
+
+
 def test_version():
     assert run("--version").stdout == f"lln {lln.__version__}\n"
 

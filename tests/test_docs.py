@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from lln_study.paper.pages import write
+from lln_study.paper.pages import notebook, write
 from lln_study.paper.pages.blocks import NOTHING_YET, rewrite
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-WITH_CODE = [page for page in PAGES if "\n```python\n" in page.read_text(encoding="utf-8")]
+TUTORIAL = ROOT / notebook.PAGE  # runs as its notebook, in tests/test_tutorial.py
+WITH_CODE = [
+    page
+    for page in PAGES
+    if "\n```python\n" in page.read_text(encoding="utf-8") and page != TUTORIAL
+]
 
 
 def name(path: Path) -> str:

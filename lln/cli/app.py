@@ -9,7 +9,6 @@ from typing import Annotated
 
 try:
     import typer
-    from typer.core import TyperGroup
 except ImportError:
     raise SystemExit(
         "the lln command needs typer and rich: pip install 'lln-attention[cli,report]'"
@@ -18,6 +17,7 @@ except ImportError:
 from lln.cli.convert import convert
 from lln.cli.export import export
 from lln.cli.running import let_waiting_threads_sleep
+from lln.cli.whole_help import WholeHelp
 
 # The order in which a user meets them.
 COMMANDS = [
@@ -27,7 +27,7 @@ COMMANDS = [
 STUDY = "lln_study"  # the package of a clone that has the other commands
 
 
-class _InOrder(TyperGroup):
+class _InOrder(WholeHelp):
     """Lists the commands in the help as COMMANDS has them."""
 
     def list_commands(self, ctx) -> list[str]:

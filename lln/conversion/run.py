@@ -375,7 +375,7 @@ def _save(folder: Path, model: Any, subject: Subject, settings: Settings) -> Non
     with quiet(transformers):
         model.save_pretrained(folder)
         for weights in folder.glob("*.safetensors"):
-            weights.chmod(0o644)  # safetensors lets nobody else read them
+            files.let_others_read(weights)
         subject.tokenizer.save_pretrained(folder)
 
 

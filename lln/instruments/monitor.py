@@ -22,8 +22,8 @@ from lln.records.rows import Row, RowFile, number
 DEFAULT_MEASURES = ("entropy", "effective_tokens", "column_bias", "temperature", "log_variance")
 NOTHING_FOUND = (
     "the monitor saw no attention in this forward pass of {name}; it sees "
-    "F.scaled_dot_product_attention, nn.MultiheadAttention, LLN attention and Hugging Face models "
-    "that use transformers' attention interface"
+    "F.scaled_dot_product_attention, nn.MultiheadAttention, LLN attention, the zoo's mechanisms on "
+    "queries and keys, and Hugging Face models that use transformers' attention interface"
 )
 
 

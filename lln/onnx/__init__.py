@@ -15,14 +15,27 @@ from lln.onnx.export import export, translations
 
 if TYPE_CHECKING:
     from lln.onnx.decoders import DecoderStep, export_decoder
+    from lln.onnx.models import TextModel, export_model
 
-__all__ = ["DecoderStep", "DecodingStep", "export", "export_decoder", "translations"]
+__all__ = [
+    "DecoderStep",
+    "DecodingStep",
+    "TextModel",
+    "export",
+    "export_decoder",
+    "export_model",
+    "translations",
+]
 
 
 def __getattr__(name: str) -> object:
-    """Whole decoders need transformers, which modules alone do not."""
+    """Whole models need transformers, which modules alone do not."""
     if name in ("DecoderStep", "export_decoder"):
         from lln.onnx import decoders
 
         return getattr(decoders, name)
+    if name in ("TextModel", "export_model"):
+        from lln.onnx import models
+
+        return getattr(models, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -34,11 +34,16 @@ class Row:
 
 
 class TextModel(nn.Module):
-    """A model of transformers with two inputs and its first output."""
+    """A model of transformers with two inputs and its first output, as its graph has them.
+
+    Args:
+        model: After :func:`lln.hf.replace`, in evaluation mode, on a CPU.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.train(model.training)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Logits, or hidden states where the model has no head."""
@@ -81,7 +86,13 @@ def load(
 
 
 def export_model(model: TextModel, file: str | Path) -> None:
-    """Write the graph of a model, for any batch and up to as many tokens as it has positions."""
+    """Write the graph of a model, for any batch and up to as many tokens as it has positions.
+
+    Inputs of the graph are ``input_ids`` and ``attention_mask`` of int64 ``[B, N]``.
+
+    Example:
+        >>> lln.onnx.export_model(lln.onnx.TextModel(model.eval()), "model.onnx")
+    """
     sizes = torch.export.Dim("batch", max=4096), torch.export.Dim("tokens", min=2, max=most(model))
     shapes = {0: sizes[0], 1: sizes[1]}
     names = ["input_ids", "attention_mask"]

@@ -30,12 +30,22 @@ def write_text(path: str | os.PathLike[str], content: str) -> Path:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        Path(temporary).chmod(0o644)
+        let_others_read(temporary)
         Path(temporary).replace(target)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
     return target
+
+
+def let_others_read(path: str | os.PathLike[str]) -> None:
+    """Give a file the permissions of any new one, those that the umask leaves.
+
+    Temporary files, and what safetensors writes, are for their owner alone.
+    """
+    mask = os.umask(0o077)  # there is no other way to ask for it
+    os.umask(mask)
+    Path(path).chmod(0o666 & ~mask)
 
 
 def append(handle: int, content: bytes, *, sync: bool = False) -> None:

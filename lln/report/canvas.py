@@ -57,12 +57,13 @@ FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif"
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis shows; ``ticks`` None leaves the choice to the scale."""
+    """What an axis shows; ``ticks`` None leaves the choice to the scale, ``names`` label them."""
 
     label: str
     log: bool = False
     ticks: Sequence[float] | None = None
     limits: tuple[float | None, float | None] | None = None
+    names: Sequence[str] | None = None
 
 
 def load_matplotlib() -> Any:
@@ -112,7 +113,7 @@ def label_axes(axes, x: Axis, y: Axis) -> None:
             axis.set_minor_formatter(NullFormatter())
         axis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
         if wanted.ticks is not None:
-            axis.set_ticks(list(wanted.ticks))
+            axis.set_ticks(list(wanted.ticks), labels=wanted.names)
             axis.set_minor_locator(NullLocator())
         if wanted.limits is not None:
             getattr(axes, f"set_{letter}lim")(*wanted.limits)

@@ -55,7 +55,8 @@ class Curve:
 class Panel:
     """One pair of axes; ``note`` says in a sentence what to see.
 
-    ``span`` shades a range of x, which ``span_label`` names inside the plot.
+    ``span`` shades a range of x, which ``span_label`` names inside the plot. With ``bars`` the
+    points of each curve are bars beside those of the others, from x = 0, 1, … on.
     """
 
     title: str
@@ -65,6 +66,7 @@ class Panel:
     note: str = ""
     span: tuple[float, float] | None = None
     span_label: str = ""
+    bars: bool = False
 
 
 def as_files(name: str, panels: Sequence[Panel]) -> dict[str, bytes]:
@@ -103,7 +105,9 @@ def _draw_panel(axes, panel: Panel, colours: Mapping[str, str]) -> None:
     if panel.span is not None:
         axes.axvspan(*panel.span, color=colours[GRID], alpha=0.5, linewidth=0)
         _name_span(axes, panel, colours)
-    for curve in panel.curves:
+    if panel.bars:
+        _draw_bars(axes, panel, colours)
+    for curve in () if panel.bars else panel.curves:
         again = curve.slot is not None and curve.slot >= len(SERIES)
         axes.errorbar(
             curve.x,
@@ -126,6 +130,22 @@ def _draw_panel(axes, panel: Panel, colours: Mapping[str, str]) -> None:
         if curve.named and len(curve.x)
     ]
     name_ends(axes, ends, size=NAME_SIZE, gap=NAME_GAP)
+
+
+def _draw_bars(axes, panel: Panel, colours: Mapping[str, str]) -> None:
+    """Draw a bar of each curve at every x; the bars of one x take four fifths of the space."""
+    width = 0.8 / len(panel.curves)
+    for n, curve in enumerate(panel.curves):
+        shift = (n - (len(panel.curves) - 1) / 2) * width
+        axes.bar(
+            [x + shift for x in curve.x],
+            curve.y,
+            width=0.9 * width,
+            yerr=curve.error,
+            label=curve.label,
+            color=_colour(curve, colours),
+            error_kw={"elinewidth": 0.9, "ecolor": colours[GREY]},
+        )
 
 
 def _colour(curve: Curve, colours: Mapping[str, str]) -> str:

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from lln.cli.running import let_waiting_threads_sleep
+from lln.cli.whole_help import WholeHelp
 
-bench_app = typer.Typer(invoke_without_command=True)
+bench_app = typer.Typer(cls=WholeHelp, invoke_without_command=True)
 
 
 @bench_app.callback()

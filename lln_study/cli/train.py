@@ -15,10 +15,12 @@ import typer
 import typer.core
 
 from lln.cli.running import plain_errors
+from lln.cli.whole_help import WholeHelp
 from lln_study.cli.settings import LIST, read_settings, show_settings
 from lln_study.train.runfolder import is_first_process
 
 train_app = typer.Typer(
+    cls=WholeHelp,
     help="Train a model with any attention of the zoo.",
     no_args_is_help=True,
     rich_markup_mode=None,

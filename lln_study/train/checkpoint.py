@@ -26,6 +26,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lln.records.files import let_others_read
+
 FORMAT = "lln checkpoint 1"
 MANIFEST, STATE = "manifest.json", "state.json"
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
@@ -114,7 +116,7 @@ def _write_files(
     for name, values in tensors.items():
         whole = {key: value.contiguous() for key, value in values.items()}
         save_file(whole, folder / name, metadata={"format": "pt"})
-        (folder / name).chmod(0o644)  # safetensors lets nobody else read it
+        let_others_read(folder / name)
     (folder / STATE).write_text(json.dumps(state, allow_nan=False, indent=1), encoding="utf-8")
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     manifest = {

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import lln
-from lln.cli.tables import column_groups, column_widths
+from lln.cli.tables import IN_A_PIPE, column_groups, column_widths
 from lln_study.paper.tables import table as tables
 
 pytestmark = pytest.mark.slow  # the tables of the study
@@ -59,6 +59,33 @@ def test_no_number_is_shortened(number, columns):
         for line in each.lines:
             for cell in line[1:]:
                 assert cell in shown, f"{cell!r} of {each.title}"
+
+
+def in_a_pipe(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+    return subprocess.run(
+        [sys.executable, "-m", "lln.cli", *arguments],
+        cwd=folder,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_conversion_in_a_pipe_is_narrow_and_has_its_best_rows_first():
+    best, every = (in_a_pipe(ROOT, "table", "conversion", *more).stdout for more in ([], ["--all"]))
+    for said in (best, every):
+        assert max(map(len, said.splitlines())) <= IN_A_PIPE
+    assert "more lines with --all" in best and "more lines with --all" not in every
+    assert len(best) < len(every)
+    (widest, *_) = sorted(tables.make("conversion", ROOT / "results"), key=lambda x: -len(x.lines))
+    agreements = [record["agreement"] for record in widest.records]
+    assert agreements == sorted(agreements, reverse=True)
+
+
+def test_a_table_outside_a_clone_says_where_the_rows_are_to_come_from(tmp_path):
+    done = in_a_pipe(tmp_path, "table", "1")
+    assert done.returncode == 1 and "pass --results with the folder of the rows" in done.stderr
 
 
 def test_the_list_of_mechanisms_fits_a_terminal():

@@ -20,6 +20,17 @@ def test_folders_are_made_and_content_is_replaced(tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["row.json"]
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_permissions_are_those_of_any_new_file(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        written = files.write_text(tmp_path / "row.json", "α")
+        (tmp_path / "any").touch()
+    finally:
+        os.umask(before)
+    assert written.stat().st_mode == (tmp_path / "any").stat().st_mode
+
+
 def test_a_failed_write_leaves_the_old_file_and_no_rest(tmp_path):
     path = tmp_path / "row.json"
     files.write_text(path, "old")

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lln.records.files import let_others_read
+
 Row = dict[str, Any]
 
 
@@ -226,7 +228,7 @@ class Stage:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_name(self.path.name + ".part")
         save_file(tensors, part, metadata={"progress": json.dumps(said)})
-        part.chmod(0o644)  # safetensors lets nobody else read it
+        let_others_read(part)
         part.replace(self.path)
 
 

@@ -206,7 +206,11 @@ class AttentionCall:
     def _measure_matrices(
         self, sample: int, heads: Int[Tensor, " h"], measures: Sequence[str]
     ) -> Float[Tensor, "m h"]:
-        p = self.matrix(sample, heads)
+        return self._measures_of(self.matrix(sample, heads), sample, heads, measures)
+
+    def _measures_of(
+        self, p: Tensor, sample: int, heads: Int[Tensor, " h"], measures: Sequence[str]
+    ) -> Float[Tensor, "m h"]:
         values = torch.full((len(measures), len(heads)), math.nan)
         if p.numel() == 0:
             return values

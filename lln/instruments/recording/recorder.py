@@ -1,11 +1,12 @@
 """Find attention inside a running model, whichever way it is written.
 
-While :func:`attention_calls` is open, four places are watched, and nothing that is computed there
+While :func:`attention_calls` is open, five places are watched, and nothing that is computed there
 changes:
     F.scaled_dot_product_attention      called by any module
     F.multi_head_attention_forward      nn.MultiheadAttention, with and without weights
     the ops of this package             LLN and LLN+Diag, in modules, functions and models
     transformers' attention interface   eager, flash and flex attention of Hugging Face models
+    the cores of the zoo                Performer and the others, where none of these was called
 Leaving the block restores all of them, after an exception too.
 """
 
@@ -27,6 +28,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from lln.instruments.recording.attention_call import AttentionCall, Branches, readable
+from lln.instruments.recording.core_call import call_of_core, name_of
 from lln.instruments.recording.masks import MaskMeaning, read_sdpa_mask
 from lln.ops.dispatch import IMPLEMENTATIONS
 from lln.ops.window.near import Near
@@ -55,7 +57,7 @@ def attention_calls(model: nn.Module, *, samples: int = 1) -> Iterator[list[Atte
     with contextlib.ExitStack() as undo:
         for handle in (
             register_module_forward_pre_hook(lambda module, _: recorder.enter(module)),
-            register_module_forward_hook(lambda *_: recorder.leave(), always_call=True),
+            register_module_forward_hook(recorder.leave, with_kwargs=True, always_call=True),
         ):
             undo.callback(handle.remove)
         undo.enter_context(_watched_ops(recorder))
@@ -72,6 +74,7 @@ class _Recorder:
         self.samples = samples
         self.names = {module: name for name, module in model.named_modules()}
         self.stack: list[nn.Module] = []
+        self.found: list[int] = []  # calls before each module of the stack
         self.thread = threading.get_ident()
         self.diagonal: tuple[Tensor, dict[str, Any]] | None = None
         self.inside = False  # an op of this package, which may be made of torch's
@@ -83,16 +86,27 @@ class _Recorder:
     def enter(self, module: nn.Module) -> None:
         if self.active:
             self.stack.append(module)
+            self.found.append(len(self.calls))
 
-    def leave(self) -> None:
-        if self.active and self.stack:
-            self.stack.pop()
+    def leave(self, module: nn.Module, given: tuple, *rest: Any) -> None:
+        """A module returns; after an exception torch gives no keyword arguments."""
+        if not self.active or not self.stack:
+            return
+        self.stack.pop()
+        out, named = rest[-1], rest[0] if len(rest) == 2 else {}
+        name = name_of(module)
+        if self.found.pop() == len(self.calls) and name is not None and out is not None:
+            call = call_of_core(name, module, given, named, self.samples)
+            if call is not None:
+                place = {"layer": len(self.calls), "module": self._own()}
+                self.calls.append(dataclasses.replace(call, **place))
+
+    def _own(self) -> str:
+        """The innermost module of the model that runs now."""
+        return next((self.names[x] for x in reversed(self.stack) if x in self.names), "")
 
     def add(self, kernel: str, q: Tensor, k: Tensor, **options: Any) -> None:
-        own = (self.names[module] for module in reversed(self.stack) if module in self.names)
-        self.calls.append(
-            AttentionCall(len(self.calls), next(own, ""), kernel, q=q, k=k, **options)
-        )
+        self.calls.append(AttentionCall(len(self.calls), self._own(), kernel, q=q, k=k, **options))
 
     def softmax(
         self,
@@ -138,7 +152,7 @@ class _Recorder:
         A core that is not ours was not recorded, and is not: its matrix is not known.
         """
         last = self.calls[-1] if self.calls else None
-        own = next((self.names[x] for x in reversed(self.stack) if x in self.names), "")
+        own = self._own()
         if last is None or last.module != own or last.alpha is None or last.kept is not None:
             return
         q = readable(q, self.samples)

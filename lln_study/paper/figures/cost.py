@@ -53,7 +53,7 @@ def _panel(title: str, times: Mapping[str, Mapping[int, float]]) -> Panel:
     for label, own in times.items():
         slot, lengths = SLOTS[label], sorted(own)
         ms = [own[N] for N in lengths]
-        curves.append(Curve(label, lengths, ms, slot=slot, marker="osD^"[slot]))
+        curves.append(Curve(label, lengths, ms, slot=slot, marker="osD^"[slot], named=True))
     lengths = sorted({N for own in times.values() for N in own})
     ticks = lengths if len(lengths) < 8 else lengths[::2]
     return Panel(

@@ -1,4 +1,5 @@
-"""Write every measured block of README.md and docs/ from ``results/``: ``make pages``.
+"""Write every measured block of README.md and docs/ from ``results/``, and the notebook of the
+tutorial from its page: ``make pages``.
 
 A test compares the pages with what this module would write, so that no number is typed by hand.
 """
@@ -14,8 +15,17 @@ from pathlib import Path
 from lln.records.files import write_text
 from lln.report import panels
 from lln.report.panels import Panel
-from lln_study.paper.figures import cost, from_rows, lln_alone
-from lln_study.paper.pages import claims, conversion, formulas, losses, parts, speed, versions
+from lln_study.paper.figures import cost, from_rows, lln_alone, overview
+from lln_study.paper.pages import (
+    claims,
+    conversion,
+    formulas,
+    losses,
+    notebook,
+    parts,
+    speed,
+    versions,
+)
 from lln_study.paper.pages.blocks import NOTHING_YET, Blocks, rewrite
 
 WITH_BLOCKS = (claims, conversion, formulas, losses, parts, speed, versions)
@@ -31,6 +41,11 @@ def drawing(name: str, results: Path) -> str:
 DRAWINGS: Mapping[str, tuple[str, Callable[[Path], list[Panel]]]] = {
     "figure_time": ("Time against the number of tokens, softmax and LLN+Diag", cost.panels),
     "figure_lln_alone": ("Loss of pre-training of LLN alone and beside it", lln_alone.panels),
+    "figure_table_5": ("Accuracy on the Long Range Arena, task by task", overview.arena),
+    "figure_conversion": (
+        "Perplexity of converted decoders against the keys and values they keep",
+        overview.conversion,
+    ),
     **{
         f"figure_{name}": (from_rows.FIGURES[name].title, partial(from_rows.panels, name))
         for name in FROM_ROWS
@@ -55,7 +70,7 @@ def written(page: Path, results: Path) -> str:
 
 
 def main(root: Path) -> None:
-    """Rewrite the pages of ``root`` from ``root/results``, and draw what they show."""
+    """Rewrite the pages of ``root`` from ``root/results``, draw what they show, the notebook."""
     results = root / "results"
     for name, (_, figure) in DRAWINGS.items():
         drawn = figure(results)
@@ -63,6 +78,7 @@ def main(root: Path) -> None:
             write_text(results / f"{name}.svg", panels.as_files(name, drawn)["svg"].decode())
     for page in pages(root):
         write_text(page, written(page, results))
+    notebook.write(root)
 
 
 if __name__ == "__main__":
