@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from lln.nn import RECOMMENDED
 from lln_study.paper.pages.blocks import NOTHING_YET, Blocks, crossed, markdown_table
-from lln_study.paper.results import as_published, read, record_of
+from lln_study.paper.pages.speed import microseconds
+from lln_study.paper.results import as_published, latest, read, record_of
 from lln_study.paper.tables import table as tables
 from lln_study.paper.tables.arena import AVERAGED, NAMES
 
@@ -112,6 +113,22 @@ def best(results: Path) -> str:
     return markdown_table(columns, lines) if lines else NOTHING_YET
 
 
+def blocks(results: Path) -> str:
+    """What blocks of 128 and of 256 give, both with the convolution, and what their kernels take."""
+    found = measures(results)
+    cells = {
+        (name, measure): f"{found[measure][model].number:.{3 if measure.startswith(LOSS) else 1}f}"
+        for measure in SHOWN
+        for name, model in (("`near=128`", BEST), ("`near=256`", WIDE))
+        if {BEST, WIDE} <= found.get(measure, {}).keys()
+    }
+    times = microseconds((latest(results, "profile") or {"rows": []})["rows"])
+    for block in (128, 256):
+        if (op := f"lln_diag_{block}") in times:
+            cells[f"`near={block}`", "attention, forward and backward, µs"] = times[op]
+    return crossed("", cells) if cells else NOTHING_YET
+
+
 def measures(results: Path) -> dict[str, Values]:
     """What models are compared by, and their values."""
     found = {}
@@ -185,4 +202,4 @@ def _mean(
     return Value(100 * mean, 100 * math.hypot(*parts) / len(parts), seeds)
 
 
-BLOCKS: Blocks = {"claims": claims, "best": best}
+BLOCKS: Blocks = {"claims": claims, "best": best, "blocks": blocks}

@@ -28,15 +28,22 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "1": Part(titles="6 layers", without=["MLM loss", "parameters"], lines=r"C = 256\) \|"),
+    "1": Part(
+        titles="6 layers",
+        without=["MLM loss", "parameters"],
+        lines=r"C = 256\) \||^QNLI|^Where several",
+    ),
     "pretraining": Part(
-        titles="bf16", without=["peak GiB", "parameters", "LLN share"], lines="LLN share"
+        titles="bf16",
+        without=["peak GiB", "parameters", "LLN share"],
+        lines="LLN share|^No speed|^Learning rates|^Loss: of",
     ),
     "4": Part(titles=", compiled", lines="in the paper|eager"),
     "conversion": Part(
         titles="^(?!.*N = 1,024)",
         without=["softmax", "calibrate", "near alone", "far alone", "seconds"],
-        lines=r"t2r|elu|2e-05|slots 256|(rotation|slots 128)\) \| 260 \| none",
+        lines=r"t2r|elu|2e-05|slots 256|(rotation|slots 128)\) \| 260 \| none|^[A-Z].*[;:] "
+        "|^The converted",
     ),
     "sets": Part(without=["16,384 rows"], lines="learn_scale"),
 }

@@ -124,12 +124,17 @@ def _kernels(content: Mapping[str, Any]) -> str:
     )
 
 
-def _profile(rows: Sequence[Row]) -> str:
-    """Microseconds of the kernels of a call of our ops, heads of 64."""
+def microseconds(rows: Sequence[Row]) -> dict[str, str]:
+    """What the kernels of a call take, by op, heads of 64."""
     own = grouped(where(rows, {"D": 64}), lambda row: row["op"])
+    return {op: f"{sum(row['us'] for row in found):,.0f}" for op, found in own.items()}
+
+
+def _profile(rows: Sequence[Row]) -> str:
+    """Microseconds of our ops."""
     lines = [
-        [f"`{op}`", f"{sum(row['us'] for row in found):,.0f}"]
-        for op, found in own.items()
+        [f"`{op}`", time]
+        for op, time in microseconds(rows).items()
         if not re.match("roberta|.*overlap", op)
     ]
     return markdown_table(["op", "µs"], lines)
