@@ -114,7 +114,7 @@ def best(results: Path) -> str:
 
 
 def blocks(results: Path) -> str:
-    """What blocks of 128 and of 256 give, both with the convolution, and what their kernels take."""
+    """What blocks of 128 and of 256 give with the convolution, and what their kernels take."""
     found = measures(results)
     cells = {
         (name, measure): f"{found[measure][model].number:.{3 if measure.startswith(LOSS) else 1}f}"
