@@ -18,9 +18,9 @@ def only(model: nn.Module, branch: str) -> Iterator[None]:
     """Let every near/far layer of ``model`` answer with one branch inside the block.
 
     Near alone is softmax over the near keys, far alone LLN over the far ones, each with a
-    normaliser of its own. A row without far keys takes its near ones even then, as under
-    ``near_dropout``: in a decoder those are the first tokens, whose keys are all near. Generation
-    follows, its caches too. Layers that kept softmax go on as before.
+    normaliser of its own. A row without far keys takes its near ones even then: in a decoder those
+    are the first tokens, whose keys are all near. Generation follows, its caches
+    too. Layers that kept softmax go on as before.
 
     Args:
         branch: "near" or "far".

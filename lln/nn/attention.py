@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lln.moments import MomentFit
 from lln.nn.branches import attend_drawn
-from lln.nn.draw import Draw, features_by_name, keep_mask, kept_diagonals
+from lln.nn.draw import Draw, features_by_name, keep_mask
 from lln.nn.feature_maps import LOG_FEATURES, FeatureMap, Unrotate, check_feature_map
 from lln.nn.levels import KeyCenter, Level
 from lln.nn.matching import Matching
@@ -91,10 +91,6 @@ class LLNAttention(nn.Module):
     """
 
     fixed_mix: Tensor | None
-    #: Probability, per sample and while training, of leaving the diagonal branch out: the output is
-    #: the LLN branch alone, with weight 1 (under one normaliser not in rows without a far key).
-    #: ``lln.hf.recover(near_dropout=)`` sets it for as long as it runs.
-    near_dropout: float = 0.0
 
     def __init__(
         self,
@@ -397,7 +393,6 @@ class LLNAttention(nn.Module):
             is_causal=is_causal,
             mix=self.mix_weight(dtype),
             center=center,
-            diag_kept=kept_diagonals(q, self.near_dropout if self.training else 0.0),
             slot_dropout=keep_mask(q, self.slots, dropout),
             probability_dropout=keep_mask(q, columns, dropout),
             far=far,

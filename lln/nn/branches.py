@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -15,7 +14,6 @@ from lln.ops.linear.bidirectional import bidirectional
 from lln.ops.taps.convolution import add_shared, convolve_tokens
 from lln.ops.window.lln_diag import lln_diag
 from lln.ops.window.near import Near
-from lln.ops.window.near_far import near as attend_near
 from lln.ops.window.near_far import near_far
 
 
@@ -41,8 +39,8 @@ def attend_drawn(
     options: dict[str, Any] = {"causal_block": blocks, "impl": impl}
     if conv is not None:
         _check_neighbours(q.shape[2], k.shape[2], conv.shape[1], draw.is_causal)
-    if near is None or draw.gamma is not None or draw.diag_kept is not None:
-        out = _one_by_one(q, k, v, draw, near, **options)
+    if near is None or draw.gamma is not None:
+        out = _linear_or_joint(q, k, v, draw, near, **options)
     elif q.shape[2] == k.shape[2]:
         return _averaged(q, k, v, draw, near, conv, **options)
     else:
@@ -81,7 +79,7 @@ def _averaged(
     )
 
 
-def _one_by_one(
+def _linear_or_joint(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -91,7 +89,7 @@ def _one_by_one(
     causal_block: int | None,
     impl: str | None,
 ) -> Float[Tensor, "B H N E"]:
-    """LLN alone; near and far keys; or branches of which samples may drop the diagonal one."""
+    """LLN alone, or near and far keys under one normaliser."""
     linear = {"alpha": draw.alpha, "beta": draw.beta, "slot_dropout": draw.slot_dropout}
     shared = {"key_mask": draw.key_mask, "impl": impl}
     op = functools.partial(causal, causal_block=causal_block) if draw.is_causal else bidirectional
@@ -99,16 +97,9 @@ def _one_by_one(
     seen = far.get("q_far", q), far.get("k_far", k)
     if near is None:
         return op(*seen, v, **linear, **shared)
-    both = {**shared, "is_causal": draw.is_causal, "near": near}
-    both["probability_dropout"] = draw.probability_dropout
-    if draw.gamma is not None:
-        joint = {"gamma": draw.gamma, "near_kept": draw.diag_kept}
-        return near_far(q, k, v, **joint, **far, **linear, **both)
-    assert draw.diag_kept is not None
-    both["is_causal"] = draw.is_causal and causal_block is None  # whole blocks see each other
-    weight = 0.5 if draw.mix is None else draw.mix
-    weight = torch.where(draw.diag_kept[:, None], weight, 1.0)[..., None, None].to(q.dtype)
-    return torch.lerp(attend_near(q, k, v, **both), op(*seen, v, **linear, **shared), weight)
+    joint = {"gamma": draw.gamma, "near": near, "is_causal": draw.is_causal}
+    joint["probability_dropout"] = draw.probability_dropout
+    return near_far(q, k, v, **joint, **far, **linear, **shared)
 
 
 def _convolved(

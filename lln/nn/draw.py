@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -28,7 +27,6 @@ class Draw(NamedTuple):
     is_causal: bool
     mix: Float[Tensor, " H"] | None
     center: Float[Tensor, "#B Hkv 1 D"] | None  # of the keys
-    diag_kept: Bool[Tensor, " B"] | None
     slot_dropout: Float[Tensor, "B H N S"] | None
     probability_dropout: Float[Tensor, "B H N W"] | None
     far: tuple[Float[Tensor, "B H N S"], Float[Tensor, "B Hkv M S"]] | None = None
@@ -37,11 +35,6 @@ class Draw(NamedTuple):
 def features_by_name(far: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
     """What LLN sees instead of q and k, as arguments of the ops; empty if nothing."""
     return {} if far is None else {"q_far": far[0], "k_far": far[1]}
-
-
-def kept_diagonals(q: Tensor, dropped: float) -> Tensor | None:
-    """Samples that keep the diagonal branch, drawn; None when it is never dropped."""
-    return None if dropped == 0 else torch.rand(q.shape[0], device=q.device) >= dropped
 
 
 def keep_mask(q: Tensor, width: int | None, probability: float) -> Tensor | None:

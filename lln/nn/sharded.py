@@ -128,7 +128,6 @@ def _check_possible(module: LLNAttention, dropout: float) -> None:
     offset = 0 if module.level is None else module.level.offset
     refused = {
         "dropout": module.training and dropout > 0,
-        "near_dropout": module.training and module.near_dropout > 0,
         "near with joint=True and statistics='running' while training": running
         and module.level is not None,
         "feature_map with statistics='sample'": measured and module.features is not None,

@@ -204,7 +204,7 @@ class Conversion:
     adapter: bool
     lora: int
     mix: str
-    near_dropout: float
+    short_windows: float
     killed: tuple[str, int]
     seed: int
 
@@ -232,13 +232,12 @@ class Conversion:
     def convert(self, model, folder, progress=None):
         attention, options = MIXES[self.mix]
         options = options if attention == "lln" else {**options, "near": 4}
-        near_dropout = 0.0 if attention == "lln" else self.near_dropout
         fixed = {} if attention == "lln_nearfar" else {"statistics": "fixed"}
         return lln.hf.convert(
             model, self.batches(), attention=attention, options={**options, **fixed},
             calibration=1, transfer_steps=4, recover_steps=4, folder=folder, progress=progress,
             recover_options={
-                "lora": self.lora, "near_dropout": near_dropout, "learning_rate": 1e-4,
+                "lora": self.lora, "short_windows": self.short_windows, "learning_rate": 1e-4,
             },
         )  # fmt: skip
 
@@ -249,7 +248,7 @@ conversions = st.builds(
     adapter=st.booleans(),
     lora=st.sampled_from([0, 2]),
     mix=st.sampled_from(sorted(MIXES)),
-    near_dropout=st.sampled_from([0.0, 0.5]),
+    short_windows=st.sampled_from([0.0, 0.5]),
     killed=st.tuples(st.sampled_from(["transfer", "recover"]), st.integers(1, 4)),
     seed=st.integers(0, 2**31),
 )
@@ -302,4 +301,4 @@ def test_conversion_keeps_dtype_and_adapters_and_goes_on_after_a_kill(case):
         wanted = softmax.state_dict()
         assert all(x.equal(wanted[name]) for name, x in found.items() if ".lora_" in name)
     first, *_, last = (row["loss"] for row in done.curves["recover"])
-    assert case.near_dropout or last < first
+    assert case.short_windows or last < first

@@ -12,7 +12,6 @@ from lln.instruments.recording.recorder import attention_calls
 from lln.nn import LLNAttention
 from lln.ops import reference
 from tests.helpers import random_qkv
-from tests.hf.tiny import inputs, make
 
 OPTIONS = [
     {},
@@ -65,19 +64,3 @@ def test_the_monitor_tells_the_share_of_near_keys():
     with lln.instruments.monitor(layer, every=1, measures=["entropy"]) as rows:
         layer(torch.randn(2, 40, 16)).sum().backward()
     assert rows and all(0 < row["near_share"] < 1 for row in rows if row.get("head") is not None)
-
-
-def test_a_learned_mix_is_found_in_a_model_whose_diagonal_branch_may_be_dropped():
-    """There the branches are computed apart, and the core is a part of the model's layer."""
-    model = make("bert").train()
-    lln.hf.replace(model, "lln_diag", near=4, mix="learned", quiet=True)
-    for core in model.modules():
-        if isinstance(core, LLNAttention):
-            core.near_dropout = 0.5
-    for label, parameter in model.named_parameters():
-        if "mix_logit" in label:
-            parameter.data.fill_(2.0)
-    with attention_calls(model) as calls, torch.no_grad():
-        model(**inputs("bert"))
-    wanted = torch.tensor(2.0).sigmoid()
-    assert calls and all(torch.allclose(call.branches.mix, wanted) for call in calls)

@@ -187,10 +187,8 @@ def test_lln_as_a_function_and_as_the_layer_of_an_encoder():
 
 
 @pytest.mark.parametrize("options", [{}, {"mix": "learned"}])
-@pytest.mark.parametrize("near_dropout", [0.0, 0.5])
-def test_shares_of_the_two_branches(options, near_dropout):
+def test_shares_of_the_two_branches(options):
     core = LLNAttention(2, 8, near=4, **options)
-    core.near_dropout = near_dropout
     q, k, v = torch.randn(3, 1, 2, 10, 8).unbind()
     if core.mix_logit is not None:
         nn.init.constant_(core.mix_logit, 1.0)

@@ -85,14 +85,6 @@ def test_taps_of_conv_stay_causal_inside_a_block():
     torch.testing.assert_close(added[:, :, :5], again[:, :, :5])
 
 
-def test_a_dropped_diagonal_leaves_the_linear_branch():
-    core, (q, k, v) = make("average").train(), random_qkv(2, 4, 30, key_heads=2)
-    core.near_dropout = 1.0
-    torch.testing.assert_close(core(q, k, v), make()(q, k, v))
-    core.near_dropout = 1e-12
-    torch.testing.assert_close(core(q, k, v), make("average")(q, k, v))
-
-
 def test_dropout_keeps_the_zeros():
     core = make("average", dropout=0.4).train()
     q, k, _ = random_qkv(2, 4, 30, key_heads=2)

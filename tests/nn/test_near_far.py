@@ -165,17 +165,6 @@ def test_sharpness_multiplies_the_match():
     torch.testing.assert_close(flat.beta, 0.6 * plain.beta)
 
 
-def test_the_dropped_near_branch_is_chosen_per_sample():
-    q, k, v, _ = inputs()
-    core = module(**JOINT).train()
-    core.near_dropout = 1.0
-    high = module(statistics="fixed", gamma=1e4, alpha=1.0, beta=1.0, **JOINT)
-    draw = core.draw(q, k)
-    expected = lln.attention(q, k, v, alpha=draw.alpha, beta=draw.beta, gamma=1e4, **JOINT)
-    torch.testing.assert_close(core.attend(q, k, v, draw), expected)
-    assert high.eval()(q, k, v).isfinite().all()
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_dropout_keeps_the_mean_and_the_matrix_is_its_output(causal):
     q, k, v, mask = inputs()

@@ -177,19 +177,6 @@ def test_the_share_of_the_near_keys_at_its_edges():
     assert near_share(some, some, level) == 0.5
 
 
-def test_a_dropped_near_branch_leaves_rows_without_far_keys_alone():
-    given = tensors(16)
-    kept = torch.tensor([True, False])
-    options = {"block": 16, "scale": 0.4}
-    whole = near_far(**given, **options)
-    torch.testing.assert_close(near_far(**given, **options, near_kept=kept), whole)
-    options["block"] = 4
-    both, dropped = near_far(**given, **options), near_far(**given, **options, near_kept=kept)
-    torch.testing.assert_close(dropped[0], both[0])
-    given["gamma"] = torch.full((2, 4), 1e4, dtype=torch.float64)
-    torch.testing.assert_close(dropped[1], near_far(**given, **options)[1])
-
-
 @causality
 def test_large_inputs_stay_finite(is_causal):
     given = {name: x.float() for name, x in tensors(100, spread=50.0).items()}

@@ -19,14 +19,12 @@ from lln.hf.conversion.stage import (
     Row,
     Stage,
     check_gradients,
-    drawn_by,
     in_float32,
     learn,
     widen,
     without_labels,
 )
 from lln.hf.conversion.transfer import buffers_of, cores_of
-from lln.nn import LLNAttention
 
 #: What is compared: logits by their divergence, or token states and their mean over the text.
 OBJECTIVES = ("logits", "states")
@@ -45,7 +43,6 @@ def recover(
     core_rate: float = 10.0,
     lora: int = 0,
     embeddings: bool = False,
-    near_dropout: float = 0.0,
     short_windows: float = 0.0,
     accumulation: int = 1,
     seed: int = 0,
@@ -77,12 +74,10 @@ def recover(
             are merged at the end; 0 for all weights.
         embeddings: Whether embeddings learn, too. A short recovery sees few of their rows, so that
             they stay as they are; weights that were drawn anew need them.
-        near_dropout: Share of the samples of a batch whose near branch is left out, so that the far
-            branch is not bypassed.
         short_windows: Share of the updates in which near windows end after a few tokens. Keys
-            beyond become far ones; ``near_dropout`` leaves all near keys out.
+            beyond become far ones, so that the far branch is not bypassed.
         accumulation: Batches per update.
-        seed: Of what is drawn: adapters, and samples of ``near_dropout``.
+        seed: Of what is drawn: adapters, and the updates of ``short_windows``.
         precision: ``torch.bfloat16`` computes both models under autocast; None the teacher as it
             is, the model in float32 at least.
         stage: Where progress is kept; the same call again goes on where it was killed.
@@ -110,8 +105,6 @@ def recover(
             f"lora={lora} leaves all weights but its adapters alone, embeddings=True does not; "
             "pass lora=0, or leave embeddings out"
         )
-    if not 0 <= near_dropout < 1:
-        raise ValueError(f"near_dropout={near_dropout} is not a share in [0, 1)")
     windows.check_short_windows(short_windows)
     check_gradients("recover")
     cores = cores_of(model)
@@ -126,7 +119,7 @@ def recover(
     def add_gradients(step: int, pieces: Sequence[Mapping[str, Any]]) -> Tensor:
         total = torch.zeros((), device=device)
         short = windows.short_windows(cores.values(), short_windows, seed=seed, step=step)
-        with drawn_by(seed, step, device), short:
+        with short:
             for batch in pieces:
                 inputs = without_labels(batch)
                 with torch.autocast(device.type, precision, enabled=precision is not None):
@@ -147,7 +140,7 @@ def recover(
             )
         return [{"step": step, "loss": loss}]
 
-    with _trainable(model, cores, lora, embeddings, near_dropout, seed) as named:
+    with _trainable(model, cores, lora, embeddings, seed) as named:
         new = {name for name in named if ".lln." in name}
         groups = [
             {"params": [x for name, x in named.items() if (name in new) == own], "factor": factor}
@@ -238,21 +231,14 @@ def _trainable(
     cores: Mapping[str, nn.Module],
     lora: int,
     embeddings: bool,
-    near_dropout: float,
     seed: int,
 ) -> Iterator[dict[str, nn.Parameter]]:
     """The parameters that learn, by name; afterwards mode, flags and gradients are as before."""
     training = [module for module in model.modules() if module.training]
     flags = [(x, x.requires_grad, x.grad) for x in model.parameters()]
-    dropped: dict[Any, float] = {
-        core: core.near_dropout for core in cores.values() if isinstance(core, LLNAttention)
-    }
     weights = {name: x.detach().clone() for name, x in model.named_parameters()}
     model.eval()
     try:
-        for core in dropped:
-            core.near_dropout = near_dropout
-            core.train(near_dropout > 0)
         for x, _, _ in flags:
             x.grad = None  # of another dtype than the weight will be
             x.requires_grad_(not lora)
@@ -268,8 +254,6 @@ def _trainable(
                 x.copy_(weights[name])
         raise
     finally:
-        for core, before in dropped.items():
-            core.near_dropout = before
         model.eval()
         for module in training:
             module.training = True

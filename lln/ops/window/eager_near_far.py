@@ -108,8 +108,7 @@ def blocks_backward(
 
 def near_far(
     q, k, v, *, q_far, k_far, alpha, beta, gamma, block, scale, overlap=0, sinks=0,
-    key_mask=None, is_causal=False, slot_dropout=None, probability_dropout=None, near_kept=None,
-    local=None,
+    key_mask=None, is_causal=False, slot_dropout=None, probability_dropout=None, local=None,
 ) -> Tensor:  # fmt: skip
     """u · near + (1 − u) · far, u = sigmoid(ℓ_near − γ − ℓ_far).
 
@@ -122,7 +121,7 @@ def near_far(
     options = {"alpha": alpha, "beta": beta}
     window = {"block": block, "overlap": overlap, "is_causal": is_causal}
     linear = _far(q_far, k_far, v, always, key_mask, slot_dropout, **options, **window)
-    return combine(local, linear, gamma, near_kept).to(q.dtype)
+    return combine(local, linear, gamma).to(q.dtype)
 
 
 def near_share_of(
@@ -151,29 +150,19 @@ def _far(
     )
 
 
-def combine(
-    near: tuple[Tensor, Tensor],
-    far: tuple[Tensor, Tensor],
-    gamma: Tensor,
-    near_kept: Tensor | None = None,
-) -> Tensor:
-    """Put two attentions under one normaliser: outputs ``[B, H, N, E]``, logarithms ``[B, H, N]``.
-
-    ``near_kept [B]``: where False, the near part is left out of rows that have a far one.
-    """
-    share = near_share(near[1], far[1], gamma, near_kept)[..., None]
+def combine(near: tuple[Tensor, Tensor], far: tuple[Tensor, Tensor], gamma: Tensor) -> Tensor:
+    """Put two attentions, outputs and logarithms of their sums, under one normaliser."""
+    share = near_share(near[1], far[1], gamma)[..., None]
     return share * near[0] + (1 - share) * far[0]
 
 
-def near_share(near: Tensor, far: Tensor, gamma: Tensor, near_kept: Tensor | None = None) -> Tensor:
+def near_share(near: Tensor, far: Tensor, gamma: Tensor) -> Tensor:
     """The weight u_i of the near keys, ``[B, H, N]``, from the logarithms of the two sums.
 
     −inf stands for no key: u = 0 without near keys, 1 without far ones.
     """
     nothing_near, nothing_far = near == -torch.inf, far == -torch.inf
     gap = near.masked_fill(nothing_near, 0) - far.masked_fill(nothing_far, 0) - gamma[..., None]
-    if near_kept is not None:
-        nothing_near = nothing_near | (~near_kept[:, None, None] & ~nothing_far)
     share = torch.sigmoid(gap).masked_fill(nothing_far, 1)
     return share.masked_fill(nothing_near, 0)
 

@@ -28,7 +28,6 @@ def near_far(
     is_causal: bool = False,
     slot_dropout: Float[Tensor, "B H N S"] | None = None,
     probability_dropout: Float[Tensor, "B H N W"] | None = None,
-    near_kept: Bool[Tensor, " B"] | None = None,
     impl: str | None = None,
 ) -> Float[Tensor, "B H N E"]:
     r"""Softmax weights for near keys and LLN weights for far ones, in one row-stochastic matrix.
@@ -45,8 +44,6 @@ def near_far(
         q_far, k_far: What the LLN branch sees instead of q and k, of any width S.
         slot_dropout, probability_dropout: As in the two branches; the latter has a column for each
             key of a window, W = C + 2 overlap (causal: C + overlap), and one for each sink.
-        near_kept: Samples (True) whose near branch takes part; it always does in rows without a
-            far key.
         impl: "triton", "mixed", "eager" or "reference"; None takes the fastest that accepts the
             tensors.
 
@@ -54,15 +51,11 @@ def near_far(
     wider and rounded once (the kernels round the means of far keys, as values are). Without a near
     key u = 0, without a far one u = 1, without both the output and its gradients are 0.
     """
-    dropout = slot_dropout is not None or probability_dropout is not None or near_kept is not None
+    dropout = slot_dropout is not None or probability_dropout is not None
     needs = {"dropout"} if dropout else set()
     slots = (q if q_far is None else q_far).shape[-1]
     call = Call("near_far", q, k, v, frozenset(needs), is_causal, *near.window, slots)
-    given = {
-        "slot_dropout": slot_dropout,
-        "probability_dropout": probability_dropout,
-        "near_kept": near_kept,
-    }
+    given = {"slot_dropout": slot_dropout, "probability_dropout": probability_dropout}
     return choose(call, impl).near_far(
         q,
         k,

@@ -143,7 +143,7 @@ def test_all_kept_is_the_model_of_before():
 def test_a_killed_conversion_goes_on(killed, tmp_path):
     options = {
         "options": SMALL, "transfer_steps": 8, "recover_steps": 8, "calibration": 2,
-        "transfer_options": {"warmup": 2}, "recover_options": {"near_dropout": 0.0},
+        "transfer_options": {"warmup": 2}, "recover_options": {"short_windows": 0.0},
     }  # fmt: skip
     whole = make("bert", head="AutoModel")
     lln.hf.convert(whole, batches(), **options)

@@ -89,26 +89,10 @@ def test_mode_flags_and_gradients_are_left_alone():
     model.train()
     model.encoder.layer[0].output.dense.weight.requires_grad_(False)
     flags = {name: x.requires_grad for name, x in model.named_parameters()}
-    lln.hf.recover(model, teacher, batches(2), near_dropout=0.5)
+    lln.hf.recover(model, teacher, batches(2))
     assert all(module.training for module in model.modules())
     assert flags == {name: x.requires_grad for name, x in model.named_parameters()}
     assert all(x.grad is None for x in model.parameters())
-    assert all(c.near_dropout == 0 for c in model.modules() if isinstance(c, lln.nn.LLNAttention))
-
-
-def test_the_near_branch_is_left_out_as_often_as_asked(monkeypatch):
-    teacher, model = pair("bert", "AutoModel")
-    seen = []
-    plain = lln.nn.LLNAttention.attend
-
-    def watch(core, q, k, v, draw, impl=None):
-        seen.append(draw.diag_kept)
-        return plain(core, q, k, v, draw, impl)
-
-    monkeypatch.setattr(lln.nn.LLNAttention, "attend", watch)
-    lln.hf.recover(model, teacher, batches(30), near_dropout=0.5)
-    kept = torch.cat([x for x in seen if x is not None]).float().mean()
-    assert 0.35 < kept < 0.65
 
 
 @pytest.mark.parametrize("stage", ["transfer", "recover"])
@@ -202,8 +186,6 @@ def test_bad_requests_say_what_to_do():
         lln.hf.recover(model, teacher, data, objective="logits")
     with pytest.raises(ValueError, match="shares its weights"):
         lln.hf.recover(model, model, data)
-    with pytest.raises(ValueError, match="near_dropout=1"):
-        lln.hf.recover(model, teacher, data, near_dropout=1.0)
     with pytest.raises(ValueError, match="batches is empty"):
         lln.hf.recover(model, teacher, [])
 
@@ -224,7 +206,7 @@ def resumed(tmp_path, **options):
 
             with contextlib.suppress(KeyboardInterrupt):
                 lln.hf.recover(
-                    model, teacher, batches(6), learning_rate=1e-3, near_dropout=0.5,
+                    model, teacher, batches(6), learning_rate=1e-3, short_windows=0.5,
                     lora=options.get("lora", 0), stage=Stage(tmp_path / name, 2), progress=stop,
                 )  # fmt: skip
         found.append(model.state_dict())
@@ -234,7 +216,7 @@ def resumed(tmp_path, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=slow)])
 @pytest.mark.parametrize("lora", [0, pytest.param(4, marks=slow)])
 def test_a_killed_recovery_ends_as_one_that_was_not(lora, dtype, tmp_path):
-    """Bit for bit, with samples whose near branch is left out by chance."""
+    """Bit for bit, with updates whose windows are short by chance."""
     whole, killed = resumed(tmp_path, lora=lora, dtype=dtype)
     assert whole.keys() == killed.keys()
     assert all(x.dtype == killed[name].dtype and x.equal(killed[name]) for name, x in whole.items())
