@@ -33,10 +33,8 @@ from lln.instruments.recording.masks import MaskMeaning, read_sdpa_mask
 from lln.ops.dispatch import IMPLEMENTATIONS
 from lln.ops.window.near import Near
 
-LLN_OPS = (
-    *("bidirectional", "causal", "block_causal", "lln_diag", "near_far"),
-    *("block_diagonal", "near"),
-)
+LLN_OPS = ("bidirectional", "causal", "block_causal", "lln_diag", "near_far")
+SOFTMAX_OPS = ("block_diagonal", "near")  # watched, as they are made of torch's attention
 # Options of attention functions that change the weights in ways not read here.
 CHANGE_THE_WEIGHTS = ("s_aux", "sinks", "position_bias", "cache")
 
@@ -76,7 +74,6 @@ class _Recorder:
         self.stack: list[nn.Module] = []
         self.found: list[int] = []  # calls before each module of the stack
         self.thread = threading.get_ident()
-        self.diagonal: tuple[Tensor, dict[str, Any]] | None = None
         self.inside = False  # an op of this package, which may be made of torch's
 
     @property
@@ -164,18 +161,11 @@ class _Recorder:
         self.calls[-1] = dataclasses.replace(last, kept=(heads, softmax))
 
     def lln(self, op: str, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
-        """Record an op of this package; a diagonal branch computed apart joins its LLN branch."""
+        """Record an op of this package."""
         if options.get("state") is not None or q.numel() == 0 or k.numel() == 0:
-            return
-        if op in ("block_diagonal", "near"):
-            self.diagonal = (q, options)
             return
         n = self.samples
         branches, local = None, options if op in ("lln_diag", "near_far") else None
-        if self.diagonal is not None and self.diagonal[0] is q:
-            caller = self.stack[-1] if self.stack else None
-            local = {**self.diagonal[1], "mix": _mix_weight(caller)}
-        self.diagonal = None
         if local is not None:
             mix = local.get("mix")
             mix = None if mix is None else mix.detach().to(q.dtype, copy=True)
@@ -202,14 +192,6 @@ class _Recorder:
             beta=readable(options["beta"], n),
             branches=branches,
         )
-
-
-def _mix_weight(caller: nn.Module | None) -> Tensor | None:
-    """The weight of LLN in the module that attends: its own, its core's, or a model's layer's."""
-    places = (caller, getattr(caller, "attention", None), getattr(caller, "lln", None))
-    found = (getattr(place, "mix_weight", None) for place in places)
-    known = next((weight for weight in found if weight is not None), None)
-    return None if known is None else known()
 
 
 class _TorchFunctions(TorchFunctionMode):
@@ -333,7 +315,7 @@ class _WatchedOps(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         op = getattr(self._module, name)
-        if name not in LLN_OPS:
+        if name not in (*LLN_OPS, *SOFTMAX_OPS):
             return op
 
         def recorded(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -344,7 +326,8 @@ class _WatchedOps(ModuleType):
                 out = op(q, k, v, **options)
             finally:
                 self._recorder.inside = False
-            self._recorder.lln(name, q, k, v, options)
+            if name in LLN_OPS:
+                self._recorder.lln(name, q, k, v, options)
             return out
 
         return recorded
