@@ -126,6 +126,7 @@ EXTRAS_AT_THE_TOP = {
     "study/cli/paper.py": {"typer"},
     "study/cli/settings.py": {"typer"},
     "study/cli/train.py": {"typer"},
+    "study/bench/commits.py": {"rich"},
     "study/bench/cpu.py": {"rich"},
     "study/bench/gpu.py": {"rich"},
     "study/bench/monitor.py": {"rich"},

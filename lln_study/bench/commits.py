@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -100,7 +101,9 @@ def compile_ahead(tree: Path, cases: Sequence[Case], processes: int = 6) -> None
 
 
 def graphs(ops: Sequence[str] | None) -> list[Case]:
-    """What ``lln bench gpu`` measures of our kernels as CUDA graphs."""
+    """What ``lln bench gpu`` measures of our kernels as CUDA graphs, on the device that is here."""
+    if not torch.cuda.is_available():
+        raise SystemExit("lln bench commits compares CUDA graphs: there is no CUDA device")
     found = [timed.case for timed in gpu_cases(ops=ops) if timed.launch == GRAPH]
     return [case for case in found if case.impl == "triton" and case.op in FLOORS]
 

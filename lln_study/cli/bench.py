@@ -161,12 +161,8 @@ def bench_commits(
     Both commits prepare a call as a CUDA graph and replay it in turns. Shows how many times as long
     this commit takes.
     """
-    import torch
-
     from lln_study.bench import commits
 
-    if not torch.cuda.is_available():
-        raise SystemExit("lln bench commits compares CUDA graphs: there is no CUDA device")
     try:
         commits.run(tree, out, cases=commits.graphs(op), minutes=minutes)
     except ValueError as error:

@@ -12,7 +12,6 @@ import transformers as hf
 import lln
 import lln.hf
 from lln.hf import StateLayer
-from lln.hf.conversion.keep import time_of_layer
 from lln.hf.rotation import Rotation
 from lln.instruments.recording.recorder import attention_calls
 from tests.hf import test_families as families
@@ -421,7 +420,6 @@ def test_convert(tmp_path):
     model.save_pretrained(tmp_path)
     again = lln.hf.load(tmp_path, hf.AutoModelForCausalLM).eval()
     torch.testing.assert_close(run(again, **data[0]), run(model.eval(), **data[0]))
-    assert all(seconds > 0 for seconds in time_of_layer(model.model.layers[0].self_attn.lln, 32))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from lln_study.bench import commits
 from lln_study.bench.cases import Case
@@ -38,7 +39,11 @@ def test_what_is_no_clone_is_refused(tmp_path):
         commits.Commit(tmp_path)
 
 
-def test_graphs_are_those_of_our_kernels():
+def test_graphs_are_those_of_our_kernels(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="there is no CUDA device"):
+        commits.graphs(None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = commits.graphs(["causal"])
     assert found and {case.op for case in found} == {"causal"}
     assert {case.op for case in commits.graphs(None)} <= {*FLOORS}
