@@ -24,8 +24,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from lln.instruments.recording.attention_call import AttentionCall, Branches, readable
 from lln.instruments.recording.core_call import call_of_core, name_of
@@ -57,11 +59,17 @@ def attention_calls(model: nn.Module, *, samples: int = 1) -> Iterator[list[Atte
             register_module_forward_pre_hook(lambda module, _: recorder.enter(module)),
             register_module_forward_hook(recorder.leave, with_kwargs=True, always_call=True),
         ):
-            undo.callback(handle.remove)
+            undo.callback(_remove, handle)
         undo.enter_context(_watched_ops(recorder))
         undo.enter_context(_watched_interface(recorder))
         undo.enter_context(_TorchFunctions(recorder))
         yield recorder.calls
+
+
+def _remove(handle: RemovableHandle) -> None:
+    """Remove a hook of all modules, and the note that torch forgets to: compile warns of it."""
+    handle.remove()
+    modules._global_forward_hooks_with_kwargs.pop(handle.id, None)
 
 
 class _Recorder:
