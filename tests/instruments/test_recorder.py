@@ -261,7 +261,7 @@ def everything_that_is_watched():
         interface.get_interface,
         dict(torch.nn.modules.module._global_forward_hooks),
         dict(torch.nn.modules.module._global_forward_pre_hooks),
-        torch.nn.modules.module._has_any_global_hook(),  # of which torch.compile warns
+        bool(torch.nn.modules.module._has_any_global_hook()),  # of which torch.compile warns
         torch.overrides._get_current_function_mode_stack(),
     )
 
