@@ -82,6 +82,7 @@ def test_a_planted_head_is_found_and_all_parts_add_up_to_the_loss():
     assert sum(map(sum, found.values())) == pytest.approx(sum(lost) / 2, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("order", "recalls"), [(None, True), ("error", False)])
 def test_the_kept_head_retrieves_after_conversion(order, recalls):
     model, softmax = planted(), planted()
