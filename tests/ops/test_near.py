@@ -60,6 +60,6 @@ def test_how_many_keys_a_query_sees():
         ({"block": 8, "joint": 1}, TypeError, "joint=1 must be True or False"),
     ],
 )
-def test_what_is_wrong_is_named(given, error, message):
+def test_bad_fields_are_named(given, error, message):
     with pytest.raises(error, match=message):
         Near.read(given)
