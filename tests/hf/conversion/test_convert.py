@@ -7,9 +7,10 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 import lln.hf
-from lln.hf.conversion.convert import Cycle, usual_options
+from lln.hf.conversion.convert import Cycle
 from lln.hf.conversion.digest import digest_of_batches, digest_of_model
 from lln.hf.conversion.keep import best_first, check_keep, choose_kept, of_key_heads
+from lln.hf.conversion.usual import usual_options
 from tests.hf.conversion.loud import loud
 from tests.hf.tiny import make, padded, text
 
