@@ -38,6 +38,7 @@ from lln.conversion.unfinished import (
     digest_of_weights,
     without_nan,
 )
+from lln.hf.conversion.cache_size import cache_share
 from lln.hf.conversion.convert import Conversion
 from lln.inspect.model import quiet
 from lln.ops.window.near import Near
@@ -49,6 +50,7 @@ Row = dict[str, Any]
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 CALIBRATION = 4  # batches from which α, β and γ are measured
 SHORTEST, LONGEST_ON_CPU, LONGEST_ON_GPU = 128, 4096, 32768  # tokens at which cost is measured
+CONTEXTS = 8192, 65_536  # tokens at which the size of the cache is told
 CURVE_POINTS = 400
 DEVICES = re.compile(r"cpu|cuda(:\d+)?")
 NOT_JUDGED: Row = {"branches": {}, "near_shares": []}
@@ -289,6 +291,7 @@ def _findings(
         "kept_heads": {str(layer): list(heads) for layer, heads in done.kept_heads.items()},
         "kept_key_heads": {str(layer): heads for layer, heads in done.kept_key_heads.items()},
         "key_heads": done.key_heads,
+        "cache_share": _cache_share(done) if judge.kind == "decoder" else {},
         "scores": {order: _by_layer(found) for order, found in done.scores.items()},
         "length": length,
         "positions": subject.longest if subject.table else None,
@@ -307,6 +310,13 @@ def _findings(
         "settings": settings.decisive(),
         **({"from_scratch": True} if settings.from_scratch else {}),
     }
+
+
+def _cache_share(done: Conversion) -> dict[str, float]:
+    """Size of the cache beside softmax's, by the number of tokens."""
+    kept = sum(map(len, done.kept_key_heads.values()))
+    sizes = {"key_heads": done.key_heads, "kept": kept}
+    return {f"{n}": cache_share(done.model, **sizes, context=n) for n in CONTEXTS}
 
 
 def _by_layer(scores: Mapping[int, Sequence[float]]) -> list[list[float]]:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from lln.hf import cores
 from lln.hf.cache import StateLayer, use_states
 from lln.hf.conversion.transfer import cores_of
+from lln.hf.replace import attention_modules
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,10 @@ class CacheShare:
         Raises:
             ValueError: Linear attention alone takes more.
         """
-        fixed, cores = linear_bytes(model), list[Any](cores_of(model).values())
+        fixed, own = linear_bytes(model), list[Any](cores_of(model).values())
         size = next(model.parameters()).element_size()
-        sizes = {2 * core.head_dim * size * self.context for core in cores}
-        total = sum(core.num_kv_heads for core in cores)
+        sizes = {2 * core.head_dim * size * self.context for core in own}
+        total = sum(core.num_kv_heads for core in own)
         each = max(sizes)
         softmax = total * each
         if fixed > self.share * softmax:
@@ -59,6 +61,24 @@ class CacheShare:
                 "longer context, or fewer near keys and slots"
             )
         return min(total, math.floor((self.share * softmax - fixed) / each))
+
+
+def cache_share(model: Any, *, key_heads: int, kept: int, context: int) -> float:
+    """The cache of a converted decoder after ``context`` tokens, as a share of softmax's.
+
+    Args:
+        key_heads: Those of the model, of which ``kept`` keep softmax.
+    """
+    token = 2 * _head_dim(model) * next(model.parameters()).element_size()  # of a key head
+    ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    with torch.no_grad():
+        begun = cache_bytes(filled_cache(model, ids, 1).layers)
+    return (begun + kept * token * (context - 2)) / (key_heads * token * context)
+
+
+def _head_dim(model: Any) -> int:
+    path, layer = next(iter(attention_modules(model).items()))
+    return cores.place_of(layer, path).head_dim
 
 
 def linear_bytes(model: Any) -> int:

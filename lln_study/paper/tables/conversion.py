@@ -141,6 +141,8 @@ def _recall(task: str, row: Row) -> str:
 
 def _cache(row: Row) -> str:
     """Size of the cache beside softmax's at a long context."""
+    if told := (row.get("cache_share") or {}).get(f"{LONG_CONTEXT}"):
+        return f"{told:.3f} ({LONG_CONTEXT:,})"
     known = [x for x in row.get("decode_cost") or () if x["context"] <= LONG_CONTEXT]
     if not known:
         return "–"

@@ -8,7 +8,13 @@ from transformers import DynamicCache
 
 import lln.hf
 from lln.hf import CacheShare
-from lln.hf.conversion.cache_size import cache_bytes, filled_cache, linear_bytes, read
+from lln.hf.conversion.cache_size import (
+    cache_bytes,
+    cache_share,
+    filled_cache,
+    linear_bytes,
+    read,
+)
 from tests.hf.conversion.planted import planted
 from tests.hf.tiny import make, text
 
@@ -48,6 +54,8 @@ def test_the_cache_keeps_what_was_promised(share, dtype):
     assert kept == {0.35: 1, 0.6: 2, 0.8: 2, 1.0: 3}[share]
     found, one_more = bytes_after(model, CONTEXT), whole / done.key_heads
     assert found <= share * whole
+    told = cache_share(model, key_heads=done.key_heads, kept=kept, context=CONTEXT)
+    assert told == pytest.approx(found / whole, rel=1e-3)
     if not done.kept:  # a whole layer has no states any more, and leaves more room
         assert found + one_more > share * whole
 
