@@ -73,21 +73,9 @@ def query_gradients(
     """Store dq of a tile of one query head and its slopes; return q, dO, weighted R and dS."""
     q = load_tile(Q, q_row, start, end, rows, features, D, FULL)
     dout = load_tile(DOUT, dout_row, start, end, rows, values, E, FULL)
-    dq = tl.zeros([rows.shape[0], features.shape[0]], tl.float32)
     # the average weighs both branches by ½, which is exact as one less in the exponent of a row
     extra: tl.constexpr = 1.0 if AVERAGE else 0.0
     twice: tl.constexpr = 2.0 if AVERAGE else 1.0
-    if LINEAR:
-        x = as_float(q, eye) * (alpha * LOG2E) + log_mass[None, :]
-        p = tl.exp2(minus_lse(x, LSE, tokens, start, end, rows, extra, PRECISE))
-        g = dot(dout, tl.trans(mean))
-        delta = tl.sum(p * g, axis=1) * twice
-        weight = 1.0 if AVERAGE else share
-        if DALPHA is not None:
-            slope = tl.sum(p * (g - delta[:, None]) * as_float(q, eye)) * weight
-            tl.store(DALPHA, slope)
-        # factors go where they are multiply-adds: this kernel is bound by its instructions
-        dq = p * (g * (alpha * weight) - (delta * alpha * weight)[:, None])
     s = dot_scores(q, tl.trans(k)) * (scale * LOG2E)
     if PRECISE:
         # anew: scores of 1e4 computed twice may differ by 1e-3, and then R would not add up to one
@@ -106,13 +94,27 @@ def query_gradients(
     if not AVERAGE:
         r *= local
     ds = (r * (dr * scale - (epsilon * scale)[:, None])).to(q.dtype)
+    r = r.to(dout.dtype)
+    # the linear branch last: its tiles and those of the scores would not fit the registers together
+    dq = tl.zeros([rows.shape[0], features.shape[0]], tl.float32)
+    if LINEAR:
+        x = as_float(q, eye) * (alpha * LOG2E) + log_mass[None, :]
+        p = tl.exp2(minus_lse(x, LSE, tokens, start, end, rows, extra, PRECISE))
+        g = dot(dout, tl.trans(mean))
+        delta = tl.sum(p * g, axis=1) * twice
+        weight = 1.0 if AVERAGE else share
+        if DALPHA is not None:
+            slope = tl.sum(p * (g - delta[:, None]) * as_float(q, eye)) * weight
+            tl.store(DALPHA, slope)
+        # factors go where they are multiply-adds: this kernel is bound by its instructions
+        dq = p * (g * (alpha * weight) - (delta * alpha * weight)[:, None])
     dq = dot_add(ds, k, dq)
     if ADD:
         dq += 0.5 * load_tile(DQ, dq_row, start, end, rows, features, D, FULL).to(tl.float32)
     store_tile(DQ, dq_row, start, end, dq, rows, features, D, FULL)
     if DMIX is not None:
         tl.store(DMIX, tl.sum(delta - epsilon))
-    return q, dout, r.to(dout.dtype), ds
+    return q, dout, r, ds
 
 
 @jit
