@@ -82,7 +82,7 @@ causal_op, causal_backward = register_with_gradient(
     backward=eager_backward.causal_backward,
     gradients=("q", "k", "v", "alpha", "beta", "log_mass", "mean"),
     outputs=2,
-    saves=("row_mass",),
+    saved_from=1,
     around=by_heads,
     batched=True,
 )

@@ -45,7 +45,7 @@ def register_with_gradient(
     slopes: Sequence[str] = (),
     like: Callable[..., tuple[Tensor, ...]] = each_like,
     outputs: int = 1,
-    saves: Sequence[str] | None = None,
+    saved_from: int | None = None,
     empty: Sequence[float] = (),
     around: Callable[[Compute, Compute], Compute] | None = None,
     batched: bool = False,
@@ -66,58 +66,33 @@ def register_with_gradient(
             wanted. They are float32; those not wanted may be None.
         like: The inputs ``gradients`` to what their gradients look like, uninitialised.
         outputs: How many results have gradients; those after them only serve ``backward``.
-        saves: Names of the results that ``backward`` wants; those after the outputs if None.
+        saved_from: The first result that ``backward`` wants; the first after the outputs if None.
         empty: What the results hold without an element, if not 0.
         around: ``(compute, shapes)`` to what runs, in place of the guard against empty inputs.
         batched: As for :func:`register`.
     """
     name, tensors, options, results = _parsed(schema)
-    inputs, returned = _names(tensors), _names(results)
-    places = [inputs.index(x) for x in (*gradients, *slopes)]
-    plain, count = len(gradients), len(tensors)
-    saved = [returned.index(x) for x in (returned[outputs:] if saves is None else saves)]
-
-    def backward_shapes(*args: Any) -> tuple[Tensor, ...]:
-        given, flags = [args[outputs + i] for i in places], args[len(args) - len(slopes) :]
-        sizes = (x.shape if flag else (0,) for x, flag in zip(given[plain:], flags, strict=True))
-        floats = (args[0].new_empty(size, dtype=torch.float32) for size in sizes)
-        return *like(*given[:plain]), *floats
-
-    def wanted(*args: Any) -> tuple[Tensor | None, ...]:
-        found, flags = backward(*args), args[len(args) - len(slopes) :]
-        slopes_found = (x if flag else None for x, flag in zip(found[plain:], flags, strict=True))
-        return *found[:plain], *slopes_found
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        found = output if len(results) > 1 else (output,)
-        ctx.save_for_backward(*inputs[:count], *(found[i] for i in saved))
-        ctx.options = inputs[count:]
-        ctx.mark_non_differentiable(*found[outputs:])
-        ctx.set_materialize_grads(outputs > 1)
-
-    def differentiate(ctx: Any, *d_results: Tensor | None) -> tuple[Tensor | None, ...]:
-        need = ctx.needs_input_grad
-        found: list[Tensor | None] = [None] * len(need)
-        if d_results[0] is None:
-            return tuple(found)
-        flags = [need[i] for i in places[plain:]]
-        given = *d_results[:outputs], *ctx.saved_tensors, *ctx.options, *flags
-        for i, x in zip(places, gradient(*given), strict=True):
-            found[i] = x if need[i] else None
-        return tuple(found)
-
+    inputs = _names(tensors)
+    places = [inputs.index(x) for x in gradients]
+    priced = [inputs.index(x) for x in slopes]
+    first = outputs if saved_from is None else saved_from
+    gradient_shapes = _shapes(like, [outputs + i for i in places], [outputs + i for i in priced])
+    pull = _only_wanted(backward, len(slopes)) if slopes else backward
     if around is None:
         run = _constant_if_empty(forward, shapes, 0, empty)
-        run_backward = _constant_if_empty(wanted, backward_shapes, outputs)
+        run_backward = _constant_if_empty(pull, gradient_shapes, outputs)
     else:
-        run, run_backward = around(forward, shapes), around(backward, backward_shapes)
-    given = [f"Tensor d_{x}" for x in returned[:outputs]], tensors, [results[i] for i in saved]
-    flags = [f"bool need_{slope}" for slope in slopes]
-    arguments = ", ".join([x for part in (*given, options, flags) for x in part])
+        run, run_backward = around(forward, shapes), around(pull, gradient_shapes)
+    given = *(f"Tensor d_{x}" for x in _names(results[:outputs])), *tensors, *results[first:]
+    flags = (f"bool need_{slope}" for slope in slopes)
+    found = ", ".join(["Tensor"] * len(places + priced))
     gradient = register(
-        f"{_of_gradient(name)}({arguments}) -> ({', '.join(['Tensor'] * len(places))})",
-        run_backward, backward_shapes, batched=batched,
-    )  # fmt: skip
+        f"{_of_gradient(name)}({', '.join((*given, *options, *flags))}) -> ({found})",
+        run_backward,
+        gradient_shapes,
+        batched=batched,
+    )
+    save, differentiate = _halves(gradient, len(tensors), places, priced, outputs, first)
     attend = register(
         schema, run, shapes, save=save, differentiate=differentiate, batched=batched
     )  # fmt: skip
@@ -125,6 +100,58 @@ def register_with_gradient(
         return attend, gradient
     chosen = 0 if outputs == 1 else slice(outputs)
     return lambda *args: attend(*args)[chosen], gradient
+
+
+def _halves(
+    gradient: Compute, count: int, places: list[int], priced: list[int], outputs: int, first: int
+) -> tuple[Callable[..., None], Callable[..., tuple[Tensor | None, ...]]]:
+    """What saves ``count`` tensors and the results from ``first`` on, and what differentiates."""
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        results = output if isinstance(output, tuple) else (output,)
+        ctx.save_for_backward(*inputs[:count], *results[first:])
+        ctx.options = inputs[count:]
+        ctx.mark_non_differentiable(*results[outputs:])
+        ctx.set_materialize_grads(outputs > 1)
+
+    def differentiate(ctx: Any, *d_results: Tensor | None) -> tuple[Tensor | None, ...]:
+        need = ctx.needs_input_grad
+        found: list[Tensor | None] = [None] * len(need)
+        if d_results[0] is not None:
+            flags = [need[i] for i in priced]
+            pulled = gradient(*d_results[:outputs], *ctx.saved_tensors, *ctx.options, *flags)
+            for i, x in zip((*places, *priced), pulled, strict=True):
+                found[i] = x if need[i] else None
+        return tuple(found)
+
+    return save, differentiate
+
+
+def _shapes(
+    like: Callable[..., tuple[Tensor, ...]], places: list[int], priced: list[int]
+) -> Compute:
+    """Uninitialised gradients of the arguments at ``places``, and float32 of those ``priced``."""
+
+    def shapes(*args: Any) -> tuple[Tensor, ...]:
+        flags = args[len(args) - len(priced) :]
+        sizes = (args[i].shape if flag else (0,) for i, flag in zip(priced, flags, strict=True))
+        floats = (args[0].new_empty(size, dtype=torch.float32) for size in sizes)
+        return *like(*(args[i] for i in places)), *floats
+
+    return shapes
+
+
+def _only_wanted(backward: Compute, count: int) -> Compute:
+    """None for those of the last ``count`` gradients that nobody wants."""
+
+    def pull(*args: Any) -> tuple[Tensor | None, ...]:
+        found = backward(*args)
+        slopes = (
+            x if flag else None for x, flag in zip(found[-count:], args[-count:], strict=True)
+        )
+        return *found[:-count], *slopes
+
+    return pull
 
 
 def _parsed(schema: str) -> tuple[str, list[str], list[str], list[str]]:
@@ -151,7 +178,7 @@ def _constant_if_empty(
     """``compute``; but ``values``, or 0, if one of three tensors behind ``skipped`` is empty."""
 
     def computed(*args: Any) -> Any:
-        if any(x.numel() == 0 for x in args[skipped : skipped + 3]):
+        if 0 in map(Tensor.numel, args[skipped : skipped + 3]):
             made = shapes(*args)
             return tuple(
                 x.fill_(value)

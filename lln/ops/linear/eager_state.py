@@ -185,7 +185,7 @@ summarize_op, summarize_backward = register_with_gradient(
     backward=_summarize_backward,
     gradients=("k", "v", "beta"),
     outputs=2,
-    saves=("log_mass", "mean"),
+    saved_from=0,
     around=by_heads,
     batched=True,
 )

@@ -272,7 +272,6 @@ far_op, far_backward = register_with_gradient(
     gradients=("q", "k", "v", "alpha", "beta", "log_mass", "mean"),
     like=contiguous_like,
     outputs=2,
-    saves=(),
     around=by_heads,
     batched=True,
 )

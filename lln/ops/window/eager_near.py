@@ -326,7 +326,6 @@ near_op, near_backward = register_with_gradient(
     gradients=("q", "k", "v", "sink_k", "sink_v"),
     like=contiguous_like,
     outputs=2,
-    saves=(),
     around=by_heads,
     batched=True,
 )

@@ -102,7 +102,7 @@ _summarize, _ = register_with_gradient(
     slopes=("beta",),
     like=rows_like,
     outputs=2,
-    saves=("log_mass", "mean", "norm"),
+    saved_from=0,
     empty=(-torch.inf,),
 )
 _read, _ = register_with_gradient(
