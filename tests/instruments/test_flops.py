@@ -62,7 +62,7 @@ def test_formulas_are_what_the_implementation_computes(name):
     ends = log_mass, mean
     forward, backward = {
         "summarize": ((k, v, scale, None), (*ends, k, v, scale, None, *ends)),
-        "read": ((q, scale, *ends, None, False), (v, q, scale, *ends, None)),
+        "read": ((q, scale, *ends, None, False), (v, q, scale, *ends, None, False)),
     }[name]
     filled = (torch.empty_like(v),) if name == "read" else ()  # it writes into its result
     pairs = (

@@ -19,8 +19,6 @@ from lln.ops.causal.segments import Inputs, pad, prefix_states, segments
 from lln.ops.causal.square import Square, is_tame
 from lln.ops.causal.tree import Tree
 from lln.ops.common.features import finite_or_zero, times_transposed
-from lln.ops.common.registration import register, without_autocast
-from lln.ops.common.threads import over_heads
 
 
 class _Future:
@@ -66,7 +64,7 @@ class _Segment:
     values: Tensor  # [X, n, E]
     kept: Tensor | None  # dropout of the slots [X, n, D]
     d_out: Tensor  # [X, n, E]
-    d_row_mass: Tensor | None  # [X, n]
+    d_row_mass: Tensor  # [X, n]
     row_mass: Tensor  # [X, n]
 
     def tiles(self, x: Tensor) -> Tensor:
@@ -105,9 +103,7 @@ def _row_side(segment: _Segment, log_mass: Tensor, mean: Tensor) -> _RowSide:
         x *= exact[..., None]
     inside.scale_(exact)
     pull = segment.dropped(pull)
-    delta = pull.sum(-1)
-    if segment.d_row_mass is not None:
-        delta = delta - segment.d_row_mass
+    delta = pull.sum(-1) - segment.d_row_mass
     return _RowSide(inside, exact, delta, pull - seen * delta[..., None])
 
 
@@ -128,7 +124,7 @@ def _backward_segment(
     inputs: Inputs,
     part: slice,
     d_out: Tensor,
-    d_row_mass: Tensor | None,
+    d_row_mass: Tensor,
     row_mass: Tensor,
     state,
     future: _Future,
@@ -142,7 +138,7 @@ def _backward_segment(
         inputs.values(part),
         inputs.kept(part),
         pad(d_out[:, :, part].to(inputs.dtype).flatten(0, 1), tile),
-        None if d_row_mass is None else pad(d_row_mass[:, :, part].flatten(0, 1), tile),
+        pad(d_row_mass[:, :, part].flatten(0, 1), tile),
         pad(row_mass[:, :, part].flatten(0, 1), tile, torch.inf),
     )
     rows = _row_side(segment, *state)
@@ -150,7 +146,7 @@ def _backward_segment(
     return rows.d_a[:, :length], d_f[:, :length], d_v[:, :length]
 
 
-def _causal_backward(
+def causal_backward(
     d_out,
     d_row_mass,
     q,
@@ -163,7 +159,9 @@ def _causal_backward(
     mean,
     slot_dropout,
     row_mass,
+    wide,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, α, β, and of the state before them."""
     inputs = Inputs(q, k, v, alpha, beta, key_mask, slot_dropout)
     d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     d_alpha, d_beta = torch.zeros_like(alpha), torch.zeros_like(beta)
@@ -192,32 +190,3 @@ def _causal_backward(
     d_mass = inputs.reduce(weight * ((first_mean * future.asked).sum(-1) - future.level))
     d_mean = inputs.reduce(weight[..., None] * future.asked)
     return d_q, d_k, d_v, d_alpha, d_beta, d_mass, d_mean
-
-
-def _causal_backward_shapes(
-    d_out,
-    d_row_mass,
-    q,
-    k,
-    v,
-    alpha,
-    beta,
-    key_mask,
-    log_mass,
-    mean,
-    slot_dropout,
-    row_mass,
-):
-    inputs = (q, k, v, alpha, beta, log_mass, mean)
-    return tuple(torch.empty_like(x) for x in inputs)
-
-
-causal_backward = register(
-    "causal_backward_eager"
-    "(Tensor d_out, Tensor? d_row_mass, Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, "
-    "Tensor? key_mask, Tensor log_mass, Tensor mean, Tensor? slot_dropout, Tensor row_mass)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    without_autocast(over_heads(_causal_backward, _causal_backward_shapes)),
-    _causal_backward_shapes,
-    batched=True,
-)

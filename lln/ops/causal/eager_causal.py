@@ -12,13 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lln.ops.causal.eager_backward import causal_backward
+from lln.ops.causal import eager_backward
 from lln.ops.causal.segments import Inputs, prefix_states, segments
 from lln.ops.causal.square import attend_square, is_tame
 from lln.ops.causal.tree import Rows, attend_tile
 from lln.ops.common.features import finite_or_zero
-from lln.ops.common.registration import register, without_autocast
-from lln.ops.common.threads import over_heads
+from lln.ops.common.gradients import by_heads, register_with_gradient
 from lln.protocols import compute_dtype
 
 
@@ -74,22 +73,16 @@ def _causal_shapes(q, k, v, alpha, beta, key_mask, log_mass, mean, slot_dropout,
     return out, q.new_empty(q.shape[:3], dtype=dtype)
 
 
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:-1], output[1])
-
-
-def _differentiate(ctx, d_out, d_row_mass):
-    *grads, d_mass, d_mean = causal_backward(d_out, d_row_mass, *ctx.saved_tensors)
-    return *grads, None, d_mass, d_mean, None, None
-
-
-causal_op = register(
+causal_op, causal_backward = register_with_gradient(
     "causal_eager"
     "(Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor? key_mask, Tensor log_mass, "
-    "Tensor mean, Tensor? slot_dropout, bool wide) -> (Tensor, Tensor)",
-    without_autocast(over_heads(_causal, _causal_shapes)),
-    _causal_shapes,
-    save=_save,
-    differentiate=_differentiate,
+    "Tensor mean, Tensor? slot_dropout, bool wide) -> (Tensor out, Tensor row_mass)",
+    forward=_causal,
+    shapes=_causal_shapes,
+    backward=eager_backward.causal_backward,
+    gradients=("q", "k", "v", "alpha", "beta", "log_mass", "mean"),
+    outputs=2,
+    saved_from=1,
+    around=by_heads,
     batched=True,
 )

@@ -22,8 +22,7 @@ from lln.ops.common.features import (
     key_gradients,
     times_transposed,
 )
-from lln.ops.common.registration import register, without_autocast
-from lln.ops.common.threads import over_heads
+from lln.ops.common.gradients import by_heads, register_with_gradient
 from lln.protocols import compute_dtype
 
 
@@ -140,6 +139,7 @@ def _read_backward(
     log_mass: Tensor,
     mean: Tensor,
     slot_dropout: Tensor | None,
+    wide: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     heads, scratch = log_mass.shape[1], Scratch(q, mean.dtype)
     scale = _grouped(alpha, heads)
@@ -169,68 +169,33 @@ def _summarize_shapes(k, v, beta, key_mask):
     return log_mass, k.new_empty((*log_mass.shape, v.shape[-1]), dtype=dtype)
 
 
-def _summarize_backward_shapes(d_log_mass, d_mean, k, v, beta, key_mask, log_mass, mean):
-    return torch.empty_like(k), torch.empty_like(v), log_mass.new_empty(log_mass.shape[:2])
-
-
 def _read_shapes(q, alpha, log_mass, mean, slot_dropout, wide):
     return q.new_empty((*q.shape[:3], mean.shape[-1]), dtype=mean.dtype if wide else q.dtype)
 
 
-def _read_backward_shapes(d_out, q, alpha, log_mass, mean, slot_dropout):
-    d_alpha = mean.new_empty(alpha.shape)
-    return torch.empty_like(q), d_alpha, torch.empty_like(log_mass), torch.empty_like(mean)
+def _read_by_heads(compute, shapes):
+    return by_heads(compute, shapes, fills=compute is _read)
 
 
-summarize_backward = register(
-    "summarize_backward_eager"
-    "(Tensor d_log_mass, Tensor d_mean, Tensor k, Tensor v, Tensor beta, Tensor? key_mask, "
-    "Tensor log_mass, Tensor mean) -> (Tensor, Tensor, Tensor)",
-    without_autocast(over_heads(_summarize_backward, _summarize_backward_shapes)),
-    _summarize_backward_shapes,
+summarize_op, summarize_backward = register_with_gradient(
+    "summarize_eager(Tensor k, Tensor v, Tensor beta, Tensor? key_mask) "
+    "-> (Tensor log_mass, Tensor mean)",
+    forward=_summarize,
+    shapes=_summarize_shapes,
+    backward=_summarize_backward,
+    gradients=("k", "v", "beta"),
+    outputs=2,
+    saved_from=0,
+    around=by_heads,
     batched=True,
 )
-read_backward = register(
-    "read_backward_eager"
-    "(Tensor d_out, Tensor q, Tensor alpha, Tensor log_mass, Tensor mean, Tensor? slot_dropout)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    without_autocast(over_heads(_read_backward, _read_backward_shapes)),
-    _read_backward_shapes,
-    batched=True,
-)
-
-
-def _save_for_summarize(ctx, inputs, output):
-    ctx.save_for_backward(*inputs, *output)
-
-
-def _differentiate_summarize(ctx, d_log_mass, d_mean):
-    return *summarize_backward(d_log_mass, d_mean, *ctx.saved_tensors), None
-
-
-def _save_for_read(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:-1])
-
-
-def _differentiate_read(ctx, d_out):
-    return *read_backward(d_out, *ctx.saved_tensors), None, None
-
-
-summarize_op = register(
-    "summarize_eager(Tensor k, Tensor v, Tensor beta, Tensor? key_mask) -> (Tensor, Tensor)",
-    without_autocast(over_heads(_summarize, _summarize_shapes)),
-    _summarize_shapes,
-    save=_save_for_summarize,
-    differentiate=_differentiate_summarize,
-    batched=True,
-)
-read_op = register(
-    "read_eager"
-    "(Tensor q, Tensor alpha, Tensor log_mass, Tensor mean, Tensor? slot_dropout, bool wide)"
-    " -> Tensor",
-    without_autocast(over_heads(_read, _read_shapes, fills=True)),
-    _read_shapes,
-    save=_save_for_read,
-    differentiate=_differentiate_read,
+read_op, read_backward = register_with_gradient(
+    "read_eager(Tensor q, Tensor alpha, Tensor log_mass, Tensor mean, Tensor? slot_dropout, "
+    "bool wide) -> Tensor out",
+    forward=_read,
+    shapes=_read_shapes,
+    backward=_read_backward,
+    gradients=("q", "alpha", "log_mass", "mean"),
+    around=_read_by_heads,
     batched=True,
 )

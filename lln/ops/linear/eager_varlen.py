@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from lln.ops.causal.eager_causal import causal_backward, causal_op
+from lln.ops.common.gradients import register_with_gradient
 from lln.ops.common.parts import early_and_blind
-from lln.ops.common.registration import register, without_autocast
+from lln.ops.common.registration import without_autocast
 from lln.ops.linear.eager_state import read_backward, summarize_backward, summarize_op
 from lln.ops.window.eager_near_far import blocks_backward
 from lln.protocols import compute_dtype
@@ -137,7 +138,7 @@ def _varlen(q, k, v, cu_q, cu_k, alpha, beta, key_mask, block, scale, is_causal)
 
 def _bidirectional_backward(d_out, q, k, v, alpha, beta, key_mask):
     log_mass, mean = summarize_op(k, v, beta, key_mask)
-    d_q, d_alpha, d_log_mass, d_mean = read_backward(d_out, q, alpha, log_mass, mean, None)
+    d_q, d_alpha, d_log_mass, d_mean = read_backward(d_out, q, alpha, log_mass, mean, None, False)
     d_k, d_v, d_beta = summarize_backward(d_log_mass, d_mean, k, v, beta, key_mask, log_mass, mean)
     return [d_q, d_k, d_v, d_alpha, d_beta]
 
@@ -150,7 +151,7 @@ def _causal_backward(d_out, q, k, v, alpha, beta, key_mask):
     square = q[:, :, blind:], k[:, :, early:], v[:, :, early:], alpha, beta, key_mask[:, early:]
     _, row_mass = causal_op(*square, *state, None, False)
     d_q, d_k, d_v, d_alpha, d_beta, *d_state = causal_backward(
-        d_out[:, :, blind:], None, *square, *state, None, row_mass
+        d_out[:, :, blind:], torch.zeros_like(row_mass), *square, *state, None, row_mass, False
     )
     d_early_k, d_early_v, d_early_beta = summarize_backward(*d_state, *prefix, *state)
     d_q = torch.cat([torch.zeros_like(q[:, :, :blind]), d_q], 2)
@@ -207,36 +208,12 @@ def _shapes(q, k, v, cu_q, cu_k, alpha, beta, key_mask, block, scale, is_causal)
     return q.new_empty((*q.shape[:2], v.shape[-1]))
 
 
-def _backward_shapes(d_out, q, k, v, cu_q, cu_k, alpha, beta, *options):
-    return tuple(torch.empty_like(x) for x in (q, k, v, alpha, beta))
-
-
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, Tensor alpha, Tensor beta, "
-    "Tensor? key_mask, int block, float scale, bool is_causal"
-)
-varlen_backward = register(
-    "varlen_backward_eager"
-    f"(Tensor d_out, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    without_autocast(_varlen_backward),
-    _backward_shapes,
-)
-
-
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:8])
-    ctx.options = inputs[8:]
-
-
-def _differentiate(ctx, d_out):
-    d_q, d_k, d_v, d_alpha, d_beta = varlen_backward(d_out, *ctx.saved_tensors, *ctx.options)
-    return d_q, d_k, d_v, None, None, d_alpha, d_beta, *([None] * 4)
-
-
-varlen_op = register(
-    f"varlen_eager({_ARGUMENTS}) -> Tensor",
-    without_autocast(_varlen),
-    _shapes,
-    save=_save,
-    differentiate=_differentiate,
+varlen_op, _ = register_with_gradient(
+    "varlen_eager(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, Tensor alpha, "
+    "Tensor beta, Tensor? key_mask, int block, float scale, bool is_causal) -> Tensor out",
+    forward=_varlen,
+    shapes=_shapes,
+    backward=_varlen_backward,
+    gradients=("q", "k", "v", "alpha", "beta"),
+    around=lambda compute, _: without_autocast(compute),
 )

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from lln.ops.common.features import Scratch, chunks
-from lln.ops.common.registration import register, without_autocast
-from lln.ops.common.threads import over_heads
+from lln.ops.common.gradients import by_heads, register_with_gradient
 
 LEAST_BLOCK = 32
 
@@ -91,33 +90,12 @@ def _shapes(v, weight, before):
     return torch.empty_like(v)
 
 
-def _backward_shapes(d_out, v, weight, before):
-    return torch.empty_like(v), torch.empty_like(weight)
-
-
-convolution_backward = register(
-    "convolution_backward_eager(Tensor d_out, Tensor v, Tensor weight, int before)"
-    " -> (Tensor, Tensor)",
-    without_autocast(over_heads(_convolution_backward, _backward_shapes)),
-    _backward_shapes,
-    batched=True,
-)
-
-
-def _save(ctx, inputs, output):
-    *tensors, ctx.before = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate(ctx, d_out):
-    return *convolution_backward(d_out, *ctx.saved_tensors, ctx.before), None
-
-
-convolution_op = register(
-    "convolution_eager(Tensor v, Tensor weight, int before) -> Tensor",
-    without_autocast(over_heads(_convolve, _shapes)),
-    _shapes,
-    save=_save,
-    differentiate=_differentiate,
+convolution_op, _ = register_with_gradient(
+    "convolution_eager(Tensor v, Tensor weight, int before) -> Tensor out",
+    forward=_convolve,
+    shapes=_shapes,
+    backward=_convolution_backward,
+    gradients=("v", "weight"),
+    around=by_heads,
     batched=True,
 )

@@ -27,8 +27,7 @@ from lln.ops.common.features import (
     key_gradients,
     times_transposed,
 )
-from lln.ops.common.registration import register, without_autocast
-from lln.ops.common.threads import over_heads
+from lln.ops.common.gradients import by_heads, contiguous_like, register_with_gradient
 from lln.ops.linear.eager_state import merge
 from lln.ops.window.eager_near import Grid, apart, side_by_side
 from lln.protocols import compute_dtype
@@ -262,43 +261,17 @@ def _shapes(
     return out, q.new_empty(q.shape[:3], dtype=dtype)
 
 
-def _backward_shapes(
-    d_out, d_normaliser, q, k, v, alpha, beta, log_mass, mean, key_mask, dropout,
-    block, overlap, origin, causal,
-):  # fmt: skip
-    return tuple(x.new_empty(x.shape) for x in (q, k, v, alpha, beta, log_mass, mean))
-
-
-far_backward = register(
-    "far_backward_eager("
-    "Tensor d_out, Tensor d_normaliser, Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, "
-    "Tensor log_mass, Tensor mean, Tensor? key_mask, Tensor? dropout, "
-    "int block, int overlap, int origin, bool causal)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    without_autocast(over_heads(_far_backward, _backward_shapes)),
-    _backward_shapes,
-    batched=True,
-)
-
-
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:9])
-    ctx.options = inputs[9:]
-
-
-def _differentiate(ctx, d_out, d_normaliser):
-    found = far_backward(d_out, d_normaliser, *ctx.saved_tensors, *ctx.options)
-    return *found, *([None] * 6)
-
-
-far_op = register(
+far_op, far_backward = register_with_gradient(
     "far_eager("
     "Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor log_mass, Tensor mean, "
     "Tensor? key_mask, Tensor? dropout, int block, int overlap, int origin, "
-    "bool causal) -> (Tensor, Tensor)",
-    without_autocast(over_heads(_far, _shapes)),
-    _shapes,
-    save=_save,
-    differentiate=_differentiate,
+    "bool causal) -> (Tensor out, Tensor normaliser)",
+    forward=_far,
+    shapes=_shapes,
+    backward=_far_backward,
+    gradients=("q", "k", "v", "alpha", "beta", "log_mass", "mean"),
+    like=contiguous_like,
+    outputs=2,
+    around=by_heads,
     batched=True,
 )

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lln.ops.common.features import finite_or_zero, fitting, times_transposed
-from lln.ops.common.registration import register, without_autocast
-from lln.ops.common.threads import over_heads
+from lln.ops.common.gradients import by_heads, contiguous_like, register_with_gradient
 from lln.protocols import compute_dtype
 
 # Probabilities held at once: of one head on a CPU; of all on a GPU, which wants few large launches.
@@ -316,43 +315,17 @@ def _shapes(
     return out, q.new_empty(q.shape[:3], dtype=dtype)
 
 
-def _backward_shapes(
-    d_out, d_normaliser, q, k, v, sink_k, sink_v, sink_position, key_mask, dropout,
-    block, overlap, scale, origin, causal,
-):  # fmt: skip
-    return tuple(x.new_empty(x.shape) for x in (q, k, v, sink_k, sink_v))
-
-
-near_backward = register(
-    "near_backward_eager("
-    "Tensor d_out, Tensor d_normaliser, Tensor q, Tensor k, Tensor v, Tensor sink_k, "
-    "Tensor sink_v, Tensor sink_position, Tensor? key_mask, Tensor? dropout, int block, "
-    "int overlap, float scale, int origin, bool causal)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    without_autocast(over_heads(_near_backward, _backward_shapes)),
-    _backward_shapes,
-    batched=True,
-)
-
-
-def _save(ctx, inputs, output):
-    *tensors, ctx.block, ctx.overlap, ctx.scale, ctx.origin, ctx.causal = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate(ctx, d_out, d_normaliser):
-    options = ctx.block, ctx.overlap, ctx.scale, ctx.origin, ctx.causal
-    return *near_backward(d_out, d_normaliser, *ctx.saved_tensors, *options), *([None] * 8)
-
-
-near_op = register(
+near_op, near_backward = register_with_gradient(
     "near_eager("
     "Tensor q, Tensor k, Tensor v, Tensor sink_k, Tensor sink_v, Tensor sink_position, "
     "Tensor? key_mask, Tensor? dropout, int block, int overlap, float scale, int origin, "
-    "bool causal) -> (Tensor, Tensor)",
-    without_autocast(over_heads(_near, _shapes)),
-    _shapes,
-    save=_save,
-    differentiate=_differentiate,
+    "bool causal) -> (Tensor out, Tensor normaliser)",
+    forward=_near,
+    shapes=_shapes,
+    backward=_near_backward,
+    gradients=("q", "k", "v", "sink_k", "sink_v"),
+    like=contiguous_like,
+    outputs=2,
+    around=by_heads,
     batched=True,
 )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lln.ops.causal.kernels import launch
-from lln.ops.common.gradients import register_attention
+from lln.ops.common.gradients import register_with_gradient
 from lln.ops.common.kernels.library import empty_rows
 from lln.ops.common.parts import causal_by_parts
 from lln.ops.linear.kernels.launch import empty_lse, prepared
@@ -94,7 +94,7 @@ def _state_gradients(start: Tensor | None, given: launch.Given) -> tuple[Tensor,
     return (given.mean * d_mean).sum(-1) - (weight * extra).sum(2), d_mean
 
 
-def empty_gradients(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialised dq, dk, dv in the memory order that :func:`launch.causal_backward` gives."""
     group = q.shape[1] != k.shape[1]
     like_k = k.new_empty(k.shape) if group else empty_rows(k, k.shape[-1])
@@ -102,11 +102,9 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
     return empty_rows(q, q.shape[-1]), like_k, like_v
 
 
-_causal = register_attention(
-    "causal",
-    tensors="Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor? log_mass, "
-    "Tensor? mean, Tensor? key_mask",
-    saved="Tensor lse, Tensor before",
+_causal, _ = register_with_gradient(
+    "causal(Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor? log_mass, "
+    "Tensor? mean, Tensor? key_mask) -> (Tensor out, Tensor lse, Tensor before)",
     slopes=("alpha", "beta", "log_mass", "mean"),
     forward=_forward,
     shapes=_shapes,

@@ -26,9 +26,9 @@ def empty_rows(like: Tensor, width: int) -> Tensor:
     return like.new_empty((b, h, n, width))
 
 
-def rows_like(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised gradients of q, k and v, each in the memory order of its tensor."""
-    return empty_rows(q, q.shape[-1]), empty_rows(k, k.shape[-1]), empty_rows(v, v.shape[-1])
+def rows_like(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Uninitialised gradients of tensors like q, k and v, each in the memory order of its own."""
+    return tuple(empty_rows(x, x.shape[-1]) for x in tensors)
 
 
 def floats(like: Tensor, *shape: int) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lln.ops.common.gradients import register_attention
+from lln.ops.common.gradients import register_with_gradient
 from lln.ops.common.kernels.library import empty_rows, rows_like
 from lln.ops.common.kernels.tiles import MERGE_IN_READER
 from lln.ops.common.registration import register
@@ -86,14 +86,12 @@ def _backward(
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor? key_mask"
 _infer = register(f"bidirectional({_INPUTS}) -> Tensor", _infer_impl, _infer_fake)
-_train = register_attention(
-    "bidirectional",
-    tensors=_INPUTS,
-    saved="Tensor lse, Tensor log_mass, Tensor mean, Tensor norm",
+_train, _ = register_with_gradient(
+    f"bidirectional_train({_INPUTS}) -> "
+    "(Tensor out, Tensor lse, Tensor log_mass, Tensor mean, Tensor norm)",
     slopes=("alpha", "beta"),
     forward=_train_impl,
     shapes=_train_fake,
     backward=_backward,
     like=rows_like,
-    suffix="_train",
 )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lln.ops.common.gradients import register_attention
+from lln.ops.common.gradients import contiguous_like, register_with_gradient
 from lln.ops.common.kernels.library import rows_contiguous
 from lln.ops.linear.kernels import launch_packed as launch
 from lln.ops.linear.kernels.launch import Merged
@@ -54,7 +52,7 @@ def _backward(
     dout, q, k, v, alpha, beta, cu_q, cu_k, key_mask, lse, log_mass, mean, norm, need_alpha,
     need_beta,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    dq, dk, dv = _like(q, k, v)
+    dq, dk, dv = contiguous_like(q, k, v)
     dout, q, k, v = (rows_contiguous(x) for x in (dout, q, k, v))
     state = Merged(log_mass, mean, norm)
     parts, slope_q = launch.read_backward(dout, q, cu_q, alpha, lse, state, dq, need_alpha)
@@ -65,18 +63,12 @@ def _backward(
     return dq, dk, dv, *(None if x is None else x.view(of.shape) for x, of in slopes)
 
 
-def _like(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-_varlen = register_attention(
-    "varlen",
-    tensors="Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor cu_q, Tensor cu_k, "
-    "Tensor? key_mask",
-    saved="Tensor lse, Tensor log_mass, Tensor mean, Tensor norm",
+_varlen, _ = register_with_gradient(
+    "varlen(Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor cu_q, Tensor cu_k, "
+    "Tensor? key_mask) -> (Tensor out, Tensor lse, Tensor log_mass, Tensor mean, Tensor norm)",
     slopes=("alpha", "beta"),
     forward=_forward,
     shapes=_shapes,
     backward=_backward,
-    like=_like,
+    like=contiguous_like,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lln.ops.common.gradients import register_attention
+from lln.ops.common.gradients import register_with_gradient
 from lln.ops.common.kernels.library import empty_rows, rows_like
 from lln.ops.common.kernels.tiles import LARGEST_BLOCK
 from lln.ops.linear.kernels.launch import prepared
@@ -56,12 +56,9 @@ def _backward(
     return dq, dk, dv
 
 
-_block_diagonal = register_attention(
-    "block_diagonal",
-    tensors="Tensor q, Tensor k, Tensor v, Tensor? key_mask",
-    saved="Tensor lse",
-    options="int block, float scale, bool is_causal",
-    slopes=(),
+_block_diagonal, _ = register_with_gradient(
+    "block_diagonal(Tensor q, Tensor k, Tensor v, Tensor? key_mask, int block, float scale, "
+    "bool is_causal) -> (Tensor out, Tensor lse)",
     forward=_forward,
     shapes=_shapes,
     backward=_backward,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lln.ops.causal.kernels import launch
 from lln.ops.causal.kernels.causal import empty_gradients, empty_states
-from lln.ops.common.gradients import register_attention
+from lln.ops.common.gradients import register_with_gradient
 from lln.ops.common.kernels.library import empty_rows
 from lln.ops.linear.kernels.launch import empty_lse, prepared
 from lln.ops.window.kernels.blocks.launch import diag, diag_backward, empty_diag_lse
@@ -64,11 +64,9 @@ def _backward(
     return *gradients, *halves
 
 
-_causal_average = register_attention(
-    "causal_average",
-    tensors="Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor? key_mask",
-    saved="Tensor lse, Tensor before, Tensor local_lse",
-    options="int block, float scale",
+_causal_average, _ = register_with_gradient(
+    "causal_average(Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor beta, Tensor? key_mask, "
+    "int block, float scale) -> (Tensor out, Tensor lse, Tensor before, Tensor local_lse)",
     slopes=("alpha", "beta"),
     forward=_forward,
     shapes=_shapes,

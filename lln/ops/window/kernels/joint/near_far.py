@@ -12,9 +12,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lln.ops.common.gradients import register_attention
+from lln.ops.common.gradients import register_with_gradient
 from lln.ops.common.kernels.library import empty_rows, floats, rows_like
-from lln.ops.common.registration import register
 from lln.ops.window.eager_near_far import far_mask, sink_positions
 from lln.ops.window.kernels.joint.launch import Far, Near, States, Window, empty_states, forward
 from lln.ops.window.kernels.joint.launch_backward import backward
@@ -118,73 +117,51 @@ def _backward(dout, *given: Any) -> tuple[Tensor | None, ...]:
     return backward(dout, None, near, far, out, lse, States(logs, means), window, given[-3:])
 
 
-def _like(q, k, v, q_far, k_far, *_: Any) -> tuple[Tensor, ...]:
+def _like(q, k, v, q_far, k_far) -> tuple[Tensor, ...]:
     own = (floats(q, 0) if x is None else empty_rows(x, x.shape[-1]) for x in (q_far, k_far))
     return *rows_like(q, k, v), *own
 
 
-_near_far = register_attention(
-    "near_far",
-    tensors="Tensor q, Tensor k, Tensor v, Tensor? q_far, Tensor? k_far, Tensor alpha, "
-    "Tensor beta, Tensor gamma, Tensor? sinks, Tensor? key_mask, Tensor? far_mask",
-    saved="Tensor lse, Tensor logs, Tensor means",
-    options="int block, int overlap, float scale, bool causal",
-    slopes=("alpha", "beta", "gamma"),
+_near_far, _ = register_with_gradient(
+    "near_far(Tensor q, Tensor k, Tensor v, Tensor? q_far, Tensor? k_far, Tensor alpha, "
+    "Tensor beta, Tensor gamma, Tensor? sinks, Tensor? key_mask, Tensor? far_mask, int block, "
+    "int overlap, float scale, bool causal) "
+    "-> (Tensor out, Tensor lse, Tensor logs, Tensor means)",
     forward=_forward,
     shapes=_shapes,
     backward=_backward,
+    gradients=("q", "k", "v", "q_far", "k_far"),
+    slopes=("alpha", "beta", "gamma"),
     like=_like,
-    saves_out=True,
+    saved_from=0,
 )
 
 
-def _near_impl(q, k, v, sinks, key_mask, block, overlap, scale, causal) -> tuple[Tensor, Tensor]:
-    if q.numel() == 0 or v.numel() == 0:
-        out, log = _near_fake(q, k, v, sinks, key_mask, block, overlap, scale, causal)
-        return out.zero_(), log.fill_(-torch.inf)
+def _near_forward(q, k, v, sinks, key_mask, block, overlap, scale, causal) -> tuple[Tensor, Tensor]:
     window = Window(block, overlap, scale, causal, q.shape[2])
     return forward(Near.prepared(q, k, v, sinks, key_mask), None, window)[:2]
 
 
-def _near_fake(q, k, v, sinks, key_mask, block, overlap, scale, causal) -> tuple[Tensor, Tensor]:
+def _near_shapes(q, k, v, *_: Any) -> tuple[Tensor, Tensor]:
     return empty_rows(q, v.shape[-1]), floats(q, *q.shape[:3])
 
 
-def _near_backward_impl(
-    dout, dlog, q, k, v, sinks, key_mask, out, log, block, overlap, scale, causal
-) -> tuple[Tensor, Tensor, Tensor]:
-    if q.numel() == 0 or v.numel() == 0:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+def _near_backward(
+    d_out, d_log, q, k, v, sinks, key_mask, out, log, block, overlap, scale, causal
+) -> tuple[Tensor | None, ...]:
     window = Window(block, overlap, scale, causal, q.shape[2])
     near = Near.prepared(q, k, v, sinks, key_mask)
-    return backward(dout, dlog.contiguous(), near, None, out, log, None, window)[:3]
+    return backward(d_out, d_log.contiguous(), near, None, out, log, None, window)[:3]
 
 
-def _near_backward_fake(dout, dlog, q, k, v, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(empty_rows(x, x.shape[-1]) for x in (q, k, v))  # pyright: ignore
-
-
-def _near_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:5], *output)
-    ctx.options = inputs[5:]
-
-
-def _near_differentiate(ctx: Any, dout: Tensor, dlog: Tensor) -> tuple[Tensor | None, ...]:
-    return *_near_backward(dout, dlog, *ctx.saved_tensors, *ctx.options), *([None] * 6)
-
-
-_NEAR_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? key_mask"
-_NEAR_WINDOW = "int block, int overlap, float scale, bool causal"
-_near = register(
-    f"near({_NEAR_INPUTS}, {_NEAR_WINDOW}) -> (Tensor out, Tensor log)",
-    _near_impl,
-    _near_fake,
-    save=_near_save,
-    differentiate=_near_differentiate,
-)
-_near_backward = register(
-    f"near_backward(Tensor dout, Tensor dlog, {_NEAR_INPUTS}, Tensor out, Tensor log, "
-    f"{_NEAR_WINDOW}) -> (Tensor, Tensor, Tensor)",
-    _near_backward_impl,
-    _near_backward_fake,
+_near, _ = register_with_gradient(
+    "near(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? key_mask, int block, int overlap, "
+    "float scale, bool causal) -> (Tensor out, Tensor log)",
+    forward=_near_forward,
+    shapes=_near_shapes,
+    backward=_near_backward,
+    like=rows_like,
+    outputs=2,
+    saved_from=0,
+    empty=(0.0, -torch.inf),
 )
