@@ -133,7 +133,6 @@ EXTRAS_AT_THE_TOP = {
     "study/bench/serving.py": {"rich"},
     "study/bench/terminal.py": {"rich"},
     "study/bench/zoo.py": {"rich"},
-    "study/bench/kernels/profile.py": {"rich"},
     "study/bench/kernels/resources.py": {"rich"},
     "study/bench/kernels/tiles.py": {"rich"},
     "study/demo/run.py": {"rich"},

@@ -132,23 +132,6 @@ def bench_tiles(
         raise typer.BadParameter(str(error)) from None
 
 
-@bench_app.command("profile")
-def bench_profile(
-    op: Annotated[list[str] | None, typer.Option(help="Only this one. Repeat.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),
-) -> None:
-    """Show which kernels a call consists of on a CUDA device.
-
-    The rows have microseconds and launches of every kernel of a forward and backward pass.
-    """
-    from lln_study.bench.kernels.profile import run
-
-    try:
-        run(out, ops=op)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
 @bench_app.command("commits")
 def bench_commits(
     tree: Annotated[Path, typer.Argument(help="A clone of another commit.", exists=True)],

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from lln.nn import RECOMMENDED
 from lln_study.paper.pages.blocks import NOTHING_YET, Blocks, crossed, markdown_table
-from lln_study.paper.pages.speed import microseconds
+from lln_study.paper.pages.speed import of_ops
 from lln_study.paper.results import as_published, latest, read, record_of
 from lln_study.paper.tables import table as tables
 from lln_study.paper.tables.arena import AVERAGED, NAMES
@@ -122,10 +122,10 @@ def blocks(results: Path) -> str:
         for name, model in (("`near=128`", BEST), ("`near=256`", WIDE))
         if {BEST, WIDE} <= found.get(measure, {}).keys()
     }
-    times = microseconds((latest(results, "profile") or {"rows": []})["rows"])
+    times = of_ops((latest(results, "gpu") or {"rows": []})["rows"])
     for block in (128, 256):
         if (op := f"lln_diag_{block}") in times:
-            cells[f"`near={block}`", "attention, forward and backward, µs"] = times[op]
+            cells[f"`near={block}`", "attention, forward and backward, ms"] = times[op]
     return crossed("", cells) if cells else NOTHING_YET
 
 

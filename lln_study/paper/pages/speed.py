@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,14 @@ from lln_study.paper.pages.blocks import (
     picture,
     where,
 )
-from lln_study.paper.results import grouped
 
 TOKENS = 65_536  # of a batch on a GPU
 ON_CPU = (128, 256, 512, 1024, 4096, 8192, 16_384, 262_144)  # lengths that are shown
 ON_GPU = {"D": 64, "dtype": "bfloat16", "launch": "graph"}
+OPS = (  # shown at one length
+    *("measured", "lln_diag_128", "lln_diag_256", "recommended"),
+    *("lln_diag_causal", "near_far", "near_far_causal"),
+)
 SERVING = {
     "seats": "{seats}",
     "tokens so far": "{tokens:,}",
@@ -107,7 +109,7 @@ def _kernels(content: Mapping[str, Any]) -> str:
         share = f" ({row['floor_share']:.0%})" if row.get("floor_share") else ""
         return _ms(row) + share
 
-    return by_length(
+    lengths = by_length(
         {
             "cuDNN SDPA fwd+bwd": column(rows, "bidirectional fwd+bwd cudnn", _ms),
             "LLN fwd": column(rows, "bidirectional fwd triton", ours),
@@ -122,22 +124,15 @@ def _kernels(content: Mapping[str, Any]) -> str:
             "causal LLN fwd+bwd": column(rows, "causal fwd+bwd triton", ours),
         }
     )
+    times = of_ops(rows)
+    others = [[f"`{op}`", times[op]] for op in OPS if op in times]
+    return f"{lengths}\n\n{markdown_table(['op at N = 4,096', 'fwd+bwd'], others)}"
 
 
-def microseconds(rows: Sequence[Row]) -> dict[str, str]:
-    """What the kernels of a call take, by op, heads of 64."""
-    own = grouped(where(rows, {"D": 64}), lambda row: row["op"])
-    return {op: f"{sum(row['us'] for row in found):,.0f}" for op, found in own.items()}
-
-
-def _profile(rows: Sequence[Row]) -> str:
-    """Microseconds of our ops."""
-    lines = [
-        [f"`{op}`", time]
-        for op, time in microseconds(rows).items()
-        if not re.match("roberta|.*overlap", op)
-    ]
-    return markdown_table(["op", "µs"], lines)
+def of_ops(rows: Sequence[Row]) -> dict[str, str]:
+    """Milliseconds of a forward and backward pass of our kernels at N = 4,096, by op."""
+    shape = {**ON_GPU, "impl": "triton", "pass": "fwd+bwd", "N": 4096, "B": TOKENS // 4096}
+    return {row["op"]: _ms(row) for row in where(rows, shape)}
 
 
 def serving(results: Path) -> str:
@@ -159,7 +154,6 @@ def _onnx(rows: Sequence[Row]) -> str:
 BLOCKS: Blocks = {
     "speed": on_cpu,
     "gpu": on_gpu,
-    "gpu_profile": from_file("profile", _profile),
     "serving": serving,
     "onnx": from_file("onnx", _onnx),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from lln_study.paper.pages.blocks import NOTHING_YET
-from lln_study.paper.pages.speed import by_length, serving
+from lln_study.paper.pages.speed import by_length, of_ops, serving
 
 ROW = {"device": "a CPU, 2 threads", "torch": "2.13.0", "commit": "0123456789"}
 
@@ -29,3 +29,11 @@ def test_a_step_of_serving_is_shown_with_its_memory(tmp_path):
     shown = serving(tmp_path)
     assert "| 8 | 65,536 | 12.3 | 98.8 | 8.00× | 1.0 | 2,048.0 |" in shown
     assert "a Llama; a CPU, 2 threads" in shown
+
+
+def test_the_time_of_an_op_is_that_of_our_kernel_from_a_graph_at_one_size():
+    row = {"op": "near_far", "impl": "triton", "pass": "fwd+bwd", "launch": "graph", "D": 64}
+    row |= {"dtype": "bfloat16", "N": 4096, "B": 16, "ms_p50": 1.2912}
+    others = [{"impl": "eager"}, {"pass": "fwd"}, {"launch": "eager"}, {"N": 512}, {"B": 1}]
+    rows = [row, *({**row, **other, "ms_p50": 9.0} for other in others)]
+    assert of_ops(rows) == {"near_far": "1.29"}
