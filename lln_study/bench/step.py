@@ -6,8 +6,9 @@ The recommended setting beside softmax by SDPA, in one process, in turn.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +16,22 @@ import torch
 from lln.device.timing import quantiles
 from lln.nn import RECOMMENDED
 from lln_study.bench.cases import TRAINING, Case
-from lln_study.bench.roberta import Setting, Step, seconds_of, training_step
 
+
+@dataclass(frozen=True)
+class Setting:
+    """Sizes of RoBERTa-base."""
+
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    vocabulary: int = 50_265
+
+
+BASE = Setting()
 OP = "roberta_step"
 TOKENS = 16_384  # of a batch
 LENGTHS = (512, 1024, 2048, 4096)
-BASE = Setting(layers=12, width=768, heads=12, vocabulary=50_265)
 WARMUP, STEPS = 3, 10
 # The mechanism and its options, by implementation.
 COMPARED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,22 +50,58 @@ def step_cases(lengths: Sequence[int] = LENGTHS, device: str = "cuda") -> list[C
     ]
 
 
-def step_of(case: Case, *, base: Setting = BASE) -> Step:
-    """A model in training with the attention of a case, without dropout, in bfloat16."""
+def update_of(case: Case, *, base: Setting = BASE) -> Callable[[], None]:
+    """One update of a model with the attention of a case, without dropout, in bfloat16."""
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    from lln import hf
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": base.vocabulary,
+        "hidden_size": base.width,
+        "num_hidden_layers": base.layers,
+        "num_attention_heads": base.heads,
+        "intermediate_size": 4 * base.width,
+        "max_position_embeddings": case.N + 2,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+    with torch.device(case.device):  # where drawing the weights takes no time on a GPU
+        model: Any = RobertaForMaskedLM(RobertaConfig(**sizes))
+    model.train()
     attention, options = COMPARED[case.impl]
-    setting = replace(base, tokens=case.N, batch=case.B)
-    return training_step(
-        attention, setting, case.device, options=options, dropout=0.0, autocast=True
-    )
+    if attention != "softmax":
+        hf.replace(model, attention, quiet=True, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    ids = torch.randint(5, base.vocabulary, (case.B, case.N), device=case.device)
+
+    def update() -> None:
+        with torch.autocast(torch.device(case.device).type, torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+def _seconds(update: Callable[[], None], device: str) -> float:
+    """How long one update takes, to the end of its work on the device."""
+    started = time.perf_counter()
+    update()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def milliseconds(case: Case, *, base: Setting = BASE, steps: int = STEPS) -> list[float]:
     """Of a step, forward, backward and AdamW, at 20, 50 and 80 %."""
     try:
-        made = step_of(case, base=base)
-        seconds = [seconds_of(made, case.device) for _ in range(WARMUP + steps)][WARMUP:]
+        update = update_of(case, base=base)
+        seconds = [_seconds(update, case.device) for _ in range(WARMUP + steps)][WARMUP:]
     finally:
-        made = None
+        update = None
         gc.collect()  # the model, whose parts know each other
         if case.device.startswith("cuda"):
             torch.cuda.empty_cache()

@@ -152,22 +152,6 @@ def bench_commits(
         raise typer.BadParameter(str(error)) from None
 
 
-@bench_app.command("monitor")
-def bench_monitor(
-    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    steps: Annotated[int, typer.Option(min=3, help="Steps of each kind.")] = 30,
-) -> None:
-    """Measure what the monitor adds to training.
-
-    A small RoBERTa takes ordinary and watched steps in turn. The result is the share of the time
-    that watching takes at the default rate.
-    """
-    from lln_study.bench.monitor import run
-
-    run(out, device=device, steps=steps)
-
-
 @bench_app.command("serve")
 def bench_serve(
     out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from lln.cli.app import app
 from lln.device.capture import captured
-from lln_study.bench import cases, decoding, gpu, peers, roberta, shapes, step, sweep
+from lln_study.bench import cases, decoding, gpu, peers, shapes, step, sweep
 from lln_study.bench.apart import compiling, measuring, session
 from lln_study.bench.apart.worker import Worker
 from lln_study.bench.cases import FORWARD, RUNNERS, TRAINING, Case
@@ -186,7 +186,7 @@ def test_a_wrong_step_of_decoding_is_not_measured(monkeypatch):
 
 @pytest.mark.parametrize("impl", step.COMPARED)
 def test_a_step_of_training_takes_time(impl):
-    small = roberta.Setting(layers=1, width=16, heads=2, vocabulary=50)
+    small = step.Setting(layers=1, width=16, heads=2, vocabulary=50)
     case = replace(step.step_cases(device="cpu")[0], impl=impl, N=16, B=4)
     p20, p50, p80 = step.milliseconds(case, base=small, steps=1)
     assert 0 < p20 <= p50 <= p80
