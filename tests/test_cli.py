@@ -40,7 +40,7 @@ def test_help_lists_the_commands_in_the_order_a_user_meets_them():
     names = [
         line.split()[0] for line in listed.splitlines() if line.startswith("  ") and line[2] != " "
     ]
-    expected = "demo list inspect convert export train sweep table figure report verify bench"
+    expected = "demo list inspect convert export train sweep table figure report bench"
     assert names == expected.split()
     assert "..." not in listed  # no description is cut
 

@@ -126,18 +126,15 @@ def test_the_front_page_stays_short():
 @pytest.mark.slow
 def test_the_fitted_lines_are_those_that_are_printed():
     from lln.moments import PAPER, fit_line
-    from lln_study.paper.verify.laws import published_constants
 
     def words(value: float) -> str:
         return f"{value:.3f}".replace("-", "−")
 
     pages = [ROOT / "docs" / "equations.md", ROOT / "docs" / "guide" / "calibration.md"]
     texts = [page.read_text(encoding="utf-8") for page in pages]
-    shown = published_constants().found
     for fit in (PAPER, fit_line(64), fit_line(64, (1.0, 4.0))):
         for value in (fit.a, fit.b):
             assert all(words(value) in text for text in texts), value
-            assert f"{value:.3f}" in shown, value
 
 
 def test_the_recipe_of_wiki2015_makes_a_corpus(tmp_path):

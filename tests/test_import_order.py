@@ -67,9 +67,6 @@ STUDY: dict[str, set[str]] = {
         *("device", "functional", "hf", "inspect", "instruments", "moments", "nn", "ops"),
         "records",
     },
-    "study.paper.verify": {
-        *("study.paper.figures", "device", "instruments", "moments", "ops", "records"),
-    },
     "study.paper.pages": {
         "study.sweep_files",
         *("study.paper", "study.paper.tables", "study.paper.figures"),
@@ -97,7 +94,6 @@ THIRD_PARTY: dict[str, set[str]] = {
     "study.paper": set(),
     "study.paper.tables": set(),
     "study.paper.figures": ALWAYS_PRESENT | {"rich"},
-    "study.paper.verify": ALWAYS_PRESENT | {"rich"},
     "study.paper.pages": set(),
     "study.paper.report": set(),
     "study.train": ALWAYS_PRESENT | TRAINING | {"rich", "tensorboard"},
@@ -137,7 +133,6 @@ EXTRAS_AT_THE_TOP = {
     "study/demo/run.py": {"rich"},
     "inspect/run.py": {"rich"},
     "study/paper/figures/run.py": {"rich"},
-    "study/paper/verify/run.py": {"rich"},
 }
 FAMILIES = ("common", "linear", "causal", "window", "taps", "moments")
 # Folders that exist for one package, and that nothing else imports unless it is wanted.

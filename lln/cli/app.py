@@ -22,7 +22,7 @@ from lln.cli.whole_help import WholeHelp
 # The order in which a user meets them.
 COMMANDS = [
     *("demo", "list", "inspect", "convert", "export", "train", "sweep"),
-    *("table", "figure", "report", "verify", "bench"),
+    *("table", "figure", "report", "bench"),
 ]
 STUDY = "lln_study"  # the package of a clone that has the other commands
 

@@ -15,5 +15,5 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(bench_app, name="bench")
     app.add_typer(train_app, name="train")
     app.command(cls=OptionalAddress)(sweep)
-    for command in (paper.demo, paper.figure, paper.verify, paper.table, paper.report):
+    for command in (paper.demo, paper.figure, paper.table, paper.report):
         app.command()(command)

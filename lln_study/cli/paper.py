@@ -1,4 +1,4 @@
-"""``lln demo``, ``figure``, ``verify``, ``table`` and ``report``: what was measured, for people."""
+"""``lln demo``, ``figure``, ``table`` and ``report``: what was measured, for people."""
 
 from __future__ import annotations
 
@@ -63,18 +63,6 @@ def figure(
         typer.echo(from_rows.nothing(name, results), err=True)
         raise typer.Exit(1)
     typer.echo("\n".join(map(str, written)))
-
-
-def verify() -> None:
-    """Check the paper's theorems and the limits of LLN by computation.
-
-    The command prints a verdict per statement, the numbers behind it, and what the printed text
-    lacks. It exits with 1 if a statement fails.
-    """
-    from lln_study.paper.verify.run import run
-
-    if not run():
-        raise typer.Exit(1)
 
 
 MOST_LINES = 8  # of a table that has its best rows first

@@ -1,1 +1,1 @@
-"""The paper's tables, figures, theorems and pages from rows."""
+"""The paper's tables, figures and pages from rows."""

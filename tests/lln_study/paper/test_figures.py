@@ -95,6 +95,7 @@ def test_figure_5a_is_within_one_per_cent_where_the_theory_holds():
             assert row["variance_all"] == pytest.approx(row["variance_predicted"], rel=0.01)
         if row["score_variance"] <= 4:
             assert row["mean"] == pytest.approx(row["mean_predicted"], rel=0.01)
+            assert row["kolmogorov_smirnov"] < 0.01
     assert rows[-1]["mean"] > rows[-1]["mean_predicted"] + 1, "and breaks beyond 2 ln N"
 
 
