@@ -152,6 +152,19 @@ def bench_commits(
         raise typer.BadParameter(str(error)) from None
 
 
+@bench_app.command("host")
+def bench_host(
+    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),
+) -> None:
+    """Measure short calls from Python on a CUDA device.
+
+    Few tokens, so that the host sets the time; with autograd in a thread of its own and without.
+    """
+    from lln_study.bench.host import run
+
+    run(out)
+
+
 @bench_app.command("serve")
 def bench_serve(
     out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),

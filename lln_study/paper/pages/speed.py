@@ -34,6 +34,13 @@ SERVING = {
     "ours, MiB": "{ours:,.1f}",
     "softmax, MiB": "{softmax:,.1f}",
 }
+HOST = {
+    "call": "{call}",
+    "N": "{N:,}",
+    "fwd": "{fwd_ms:.3f}",
+    "fwd+bwd": "{both_ms:.3f}",
+    "fwd+bwd, one thread": "{one_thread_ms:.3f}",
+}
 ONNX = {
     "tokens": "{tokens:,}",
     "ms": "{ms:.0f}",
@@ -147,6 +154,15 @@ def _seats(rows: Sequence[Row]) -> str:
     return listed(shown, SERVING)
 
 
+def _host(rows: Sequence[Row]) -> str:
+    """Calls from Python; softmax of cuDNN is one of them."""
+    return listed([{**row, "call": _name(row)} for row in rows], HOST)
+
+
+def _name(row: Row) -> str:
+    return "cuDNN SDPA" if row["impl"] == "cudnn" else f"`{row['op']}`"
+
+
 def _onnx(rows: Sequence[Row]) -> str:
     return listed([{**row, "ratio": row["softmax_ms"] / row["ms"]} for row in rows], ONNX)
 
@@ -154,6 +170,7 @@ def _onnx(rows: Sequence[Row]) -> str:
 BLOCKS: Blocks = {
     "speed": on_cpu,
     "gpu": on_gpu,
+    "host": from_file("host", _host),
     "serving": serving,
     "onnx": from_file("onnx", _onnx),
 }
