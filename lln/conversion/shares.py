@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,8 +18,8 @@ Row = dict[str, Any]
 def near_shares(model: Any, batches: Iterable[Mapping[str, Tensor]]) -> list[Row]:
     """Measure the mean weight u of the near keys over all real tokens, a row per layer and head.
 
-    Layers without near and far keys under one normaliser have no row. Rows of a decoder without
-    far keys count as 1.
+    Layers without near and far keys under one normaliser, and heads that keep softmax, have no row.
+    Rows of a decoder without far keys count as 1.
 
     Args:
         batches: Arguments of the model by name.
@@ -47,4 +48,5 @@ def near_shares(model: Any, batches: Iterable[Mapping[str, Tensor]]) -> list[Row
         {"layer": layer, "module": names[layer], "head": head, "near_share": value}
         for layer, total in sums.items()
         for head, value in enumerate((total / tokens[layer]).tolist())
+        if not math.isnan(value)  # of a head that keeps softmax
     ]

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import lln.hf
 from lln.cli import app as cli
 from lln.conversion import estimate, gain, judge, needles, run, subject, unfinished
+from lln.conversion.row import row_of
 from lln.conversion.run import convert_and_judge
 from lln.conversion.settings import Settings
 from lln.records import files
@@ -275,7 +276,12 @@ def test_key_heads_are_kept_as_a_cache_has_room_for_them(place, tmp_path):
     done = command(place, "llama", tmp_path / "out", *given)
     assert done.exit_code == 0, done.output
     found = read(tmp_path / "out")
-    assert sum(map(len, found["kept_key_heads"].values())) == 2  # linear attention takes some
+    kept = {(int(layer), h) for layer, own in found["kept_key_heads"].items() for h in own}
+    assert len(kept) == 2  # linear attention takes some
+    rows = found["near_shares"]  # of query heads, two a key head
+    assert len(rows) == 4 and not kept & {(row["layer"], row["head"] // 2) for row in rows}
+    shares = [row["near_share"] for row in rows]
+    assert row_of(found)["near_share"] == pytest.approx(sum(shares) / 4)
     assert found["settings"]["keep"] == {"share": 0.75, "context": 8192}
 
 
