@@ -8,15 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lln.ops.common.features import finite_or_zero
-from lln.ops.linear.eager_state import merge
+from lln.ops.linear.eager_state import merge, merge_all, merge_backward
 
 
 class Exchange(torch.autograd.Function):
     """Exchange the state of each slice for that of all slices, or of those before it.
 
-    With weights w_s = exp(L_s − L) the union is L = logsumexp_s L_s, M = Σ_s w_s M_s, and
-        dM_s = w_s dM,     dL_s = w_s (dL + dM·(M_s − M)).
+    The formulas stand in :mod:`lln.ops.linear.eager_state`.
     """
 
     @staticmethod
@@ -27,8 +25,8 @@ class Exchange(torch.autograd.Function):
         ctx.rank, ctx.group, ctx.only_before = dist.get_rank(group), group, only_before
         if only_before:
             ctx.save_for_backward(states)
-            return _union(states[: ctx.rank])
-        seen = _union(states)
+            return merge_all(*_unpack(states[: ctx.rank]))
+        seen = merge_all(*_unpack(states))
         ctx.save_for_backward(log_mass, mean, *seen)
         return seen
 
@@ -38,14 +36,14 @@ class Exchange(torch.autograd.Function):
         if not ctx.only_before:
             log_mass, mean, *seen = ctx.saved_tensors
             dist.all_reduce(d_packed, group=ctx.group)
-            return *_share((log_mass, mean), seen, d_packed), None, None
+            return *merge_backward(*_unpack(d_packed), (log_mass, mean), seen), None, None
         (states,) = ctx.saved_tensors
         d_states = gather(d_packed, ctx.group)
         own = _unpack(states[ctx.rank])
-        seen = _union(states[: ctx.rank + 1])
+        seen = merge_all(*_unpack(states[: ctx.rank + 1]))
         d_log_mass, d_mean = torch.zeros_like(own[0]), torch.zeros_like(own[1])
         for later in range(ctx.rank + 1, len(states)):
-            share = _share(own, seen, d_states[later])
+            share = merge_backward(*_unpack(d_states[later]), own, seen)
             d_log_mass, d_mean = d_log_mass + share[0], d_mean + share[1]
             seen = merge(*seen, *_unpack(states[later]))
         return d_log_mass, d_mean, None, None
@@ -66,7 +64,7 @@ class ExchangeOutside(torch.autograd.Function):
         states = gather(_pack(log_mass, mean), group)  # [R, 3, B, Hkv, D, 1 + E]
         ctx.rank, ctx.group, ctx.only_before = dist.get_rank(group), group, only_before
         ctx.save_for_backward(states)
-        return _union(_outside(states, ctx.rank, only_before))
+        return merge_all(*_unpack(_outside(states, ctx.rank, only_before)))
 
     @staticmethod
     def backward(ctx: Any, *d_seen: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -77,9 +75,9 @@ class ExchangeOutside(torch.autograd.Function):
         for other in range(ctx.rank + 1 if ctx.only_before else 0, len(states)):
             if other == ctx.rank:
                 continue
-            seen = _union(_outside(states, other, ctx.only_before))
+            seen = merge_all(*_unpack(_outside(states, other, ctx.only_before)))
             part = _part(ctx.rank, other, states.shape[1])
-            share = _share((own[0][part], own[1][part]), seen, d_states[other])
+            share = merge_backward(*_unpack(d_states[other]), (own[0][part], own[1][part]), seen)
             d_own[0][part] += share[0]
             d_own[1][part] += share[1]
         return *d_own, None, None
@@ -126,22 +124,6 @@ def _of_neighbours(every: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     before = every[rank - 1, 1] if rank > 0 else nothing
     after = every[rank + 1, 0] if rank + 1 < len(every) else nothing
     return before, after
-
-
-def _share(own: Any, seen: Any, d_seen: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of one state of a union from that of the union."""
-    d_log_mass, d_mean = _unpack(d_seen)
-    weight = (own[0] - finite_or_zero(seen[0])).exp()
-    d_weight = d_log_mass + (d_mean * (own[1] - seen[1])).sum(-1)
-    return weight * d_weight, weight[..., None] * d_mean
-
-
-def _union(states: Tensor) -> tuple[Tensor, Tensor]:
-    """The state of several sets of keys ``[R, B, Hkv, D, 1 + E]``; empty if there are none."""
-    log_masses, means = _unpack(states)
-    log_mass = log_masses.logsumexp(0)
-    weights = (log_masses - finite_or_zero(log_mass)).exp()
-    return log_mass, (weights[..., None] * means).sum(0)
 
 
 def _pack(log_mass: Tensor, mean: Tensor) -> Tensor:

@@ -205,22 +205,23 @@ class FactoredHead:
         return self.b.T @ self.b
 
 
-def key_factor(log_k: Float[Tensor, "M D"]) -> tuple[Tensor, Float[Tensor, " D"]]:
+def key_factor(log_k: Float[Tensor, "... M D"]) -> tuple[Tensor, Float[Tensor, "... D"]]:
     """B and the logarithm of the total of each feature; a feature no key has is spread evenly."""
-    log_mass = torch.logsumexp(log_k, dim=0)
-    dead = log_mass == -torch.inf
+    log_mass = torch.logsumexp(log_k, dim=-2)
+    dead = (log_mass == -torch.inf)[..., None, :]
     if dead.any():
         log_k = torch.where(dead, 0, log_k)
-    return torch.softmax(log_k, dim=0), log_mass
+    return torch.softmax(log_k, dim=-2), log_mass
 
 
-def query_factor(log_q: Float[Tensor, "N D"], log_mass: Float[Tensor, " D"]) -> Tensor:
+def query_factor(log_q: Float[Tensor, "... N D"], log_mass: Float[Tensor, "... D"]) -> Tensor:
     """A; a query whose features all vanish, or meet no key, takes the limit of φ + ε as ε → 0."""
+    log_mass = log_mass[..., None, :]
     weights = log_q + log_mass
     empty = weights.amax(-1, keepdim=True) == -torch.inf
     if empty.any():
-        limit = torch.zeros_like(log_mass) if (log_mass == -torch.inf).all() else log_mass
-        weights = torch.where(empty, limit, weights)
+        no_key = (log_mass == -torch.inf).all(-1, keepdim=True)
+        weights = torch.where(empty, log_mass.masked_fill(no_key, 0), weights)
     return torch.softmax(weights, dim=-1)
 
 

@@ -26,6 +26,7 @@ from lln.instruments.entropy import (
     mutual_information,
     renyi2_entropy,
 )
+from lln.instruments.heads import key_factor, query_factor
 from lln.instruments.spectral_gap import (
     DENSE_LIMIT,
     CausalMatrixWarning,
@@ -277,26 +278,27 @@ class AttentionCall:
         return q @ k.mT / math.sqrt(q.shape[-1])
 
     def _lln_weights(self, sample: int, heads: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """A Bᵀ over all keys that count, in float64: two softmaxes, as the op computes them."""
+        """A Bᵀ over all keys that count, in float64."""
+        return self._lln_factors(sample, heads, q, k)[0]
+
+    def _lln_factors(
+        self, sample: int, heads: Tensor, q: Tensor, k: Tensor
+    ) -> tuple[Tensor, Float[Tensor, "H n"]]:
+        """The same, and the logarithm of what the weights of a query were divided by."""
         assert self.alpha is not None and self.beta is not None
         alpha = self.alpha[sample, heads].double()[:, None, None]
         beta = repeat_heads(self.beta[sample, None], self.heads)[0, heads].double()[:, None, None]
-        log_k = beta * k
-        log_mass = torch.logsumexp(log_k, dim=-2, keepdim=True)
-        return torch.softmax(alpha * q + log_mass, dim=-1) @ (log_k - log_mass).exp().mT
+        b, log_mass = key_factor(beta * k)
+        a = query_factor(alpha * q, log_mass)
+        return a @ b.mT, torch.logsumexp(alpha * q + log_mass[:, None], dim=-1)
 
     def _joint_scores(self, sample: int, heads: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Logarithms of the weights of near and far keys, over the queries and keys that count."""
         both = self.branches
         assert both is not None and both.gamma is not None
         assert both.q is not None and both.k is not None
-        assert self.alpha is not None and self.beta is not None
-        alpha = self.alpha[sample, heads].double()[:, None, None]
-        beta = repeat_heads(self.beta[sample, None], self.heads)[0, heads].double()[:, None, None]
-        log_k = beta * k
-        level = torch.logsumexp(alpha * q + torch.logsumexp(log_k, -2, keepdim=True), -1)
-        far = self._lln_weights(sample, heads, q, k).log() + level[..., None]
-        far = far + both.gamma[sample, heads].double()[:, None, None]
+        weights, level = self._lln_factors(sample, heads, q, k)
+        far = weights.log() + level[..., None] + both.gamma[sample, heads].double()[:, None, None]
         queries, keys = self.tokens[sample], self.keys[sample]
         near_q = both.q[sample, heads][:, queries].double()
         near_k = repeat_heads(both.k[sample, None], self.heads)[0, heads][:, keys].double()

@@ -91,6 +91,25 @@ def merge(
     return (higher + nonzero.log()).masked_fill(mass == 0, -torch.inf), merged
 
 
+def merge_all(log_masses: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
+    """The state of the union of R sets of keys, ``[R, ...]``; empty if there are none.
+
+    With w_r = exp(L_r − L) it is L = logsumexp_r L_r, M = Σ_r w_r M_r.
+    """
+    log_mass = log_masses.logsumexp(0)
+    weights = (log_masses - finite_or_zero(log_mass)).exp()
+    return log_mass, (weights[..., None] * means).sum(0)
+
+
+def merge_backward(
+    d_log_mass: Tensor, d_mean: Tensor, own: tuple[Tensor, Tensor], union: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The gradient of one state of a union: dM_r = w_r dM, dL_r = w_r (dL + dM·(M_r − M))."""
+    weight = (own[0] - finite_or_zero(union[0])).exp()
+    d_weight = d_log_mass + (d_mean * (own[1] - union[1])).sum(-1)
+    return weight * d_weight, weight[..., None] * d_mean
+
+
 def _slot_weights(q: Tensor, alpha: Tensor, log_mass: Tensor, scratch: Scratch) -> Tensor:
     """A_il for queries ``[B, Hkv, G, n, D]``; uniform over the zero means of an empty state."""
     empty = (log_mass == -torch.inf).all(-1, keepdim=True)

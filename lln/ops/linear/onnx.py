@@ -1,4 +1,4 @@
-"""summarize and read as nodes; the formulas are those of :mod:`lln.ops.linear.eager_state`."""
+"""summarize, read and merge as nodes, as :mod:`lln.ops.linear.eager_state` computes them."""
 
 from __future__ import annotations
 
@@ -65,6 +65,17 @@ def state_of(features: Any, values: Any, rank: int) -> tuple[Any, Any]:
     total = op.MatMul(swapped(weights, rank), values)
     mean = op.Div(total, op.Unsqueeze(filled(mass, op.Equal(mass, 0.0), 1.0), axes(-1)))
     return op.Add(op.Squeeze(shift, axes(-2)), op.Log(mass)), mean
+
+
+def merge(log_mass: Any, mean: Any, other_mass: Any, other_mean: Any) -> tuple[Any, Any]:
+    """The state of the union of two disjoint sets of keys."""
+    shift = finite_or_zero(op.Max(log_mass, other_mass))
+    mine, theirs = op.Exp(op.Sub(log_mass, shift)), op.Exp(op.Sub(other_mass, shift))
+    mass = op.Add(mine, theirs)
+    some = filled(mass, op.Equal(mass, 0.0), 1.0)
+    parts = ((mine, mean), (theirs, other_mean))
+    shares = [op.Mul(op.Unsqueeze(op.Div(w, some), axes(-1)), m) for w, m in parts]
+    return op.Add(shift, op.Log(mass)), op.Add(*shares)
 
 
 def key_features(k: Any, beta: Any, key_mask: Any | None) -> Any:

@@ -32,7 +32,7 @@ from lln.ops.common.onnx.values import (
     without_dropout,
 )
 from lln.ops.common.onnx.values import wide as wide_input
-from lln.ops.linear.onnx import key_features, state_of
+from lln.ops.linear.onnx import key_features, merge, state_of
 
 
 def near(
@@ -143,27 +143,16 @@ def far(
     own = states(shift, after, axes(0))
     seen = states_before(*none, *own)
     if overlap < 0:  # causal blocks, which see themselves, too
-        seen = _merged(*seen, *own)
+        seen = merge(*seen, *own)
     if not causal:
         others = states_after(*none, *states(axes(0), op.Add(after, shift), shift))
-        seen = _merged(*seen, *others)
+        seen = merge(*seen, *others)
     masses = repeated(seen[0], heads, q.shape[1], k.shape[3])
     means = _repeated_means(seen[1], heads, q.shape[1], k.shape[3], v.shape[3])
     rows = padded(op.Mul(wide_input(q, *inputs), per_head(alpha)), axes(0), after)
     rows = reshaped(rows, 0, q.shape[1], -1, block, q.shape[3])
     out, level = read_rows(op.Add(rows, op.Unsqueeze(masses, axes(3))), means).normalized()
     return _joined(out, level, q, v)
-
-
-def _merged(log_mass: Any, mean: Any, other_mass: Any, other_mean: Any) -> tuple[Any, Any]:
-    """The state of the union of two disjoint sets of keys."""
-    shift = finite_or_zero(op.Max(log_mass, other_mass))
-    mine, theirs = op.Exp(op.Sub(log_mass, shift)), op.Exp(op.Sub(other_mass, shift))
-    mass = op.Add(mine, theirs)
-    some = filled(mass, op.Equal(mass, 0.0), 1.0)
-    parts = ((mine, mean), (theirs, other_mean))
-    shares = [op.Mul(op.Unsqueeze(op.Div(w, some), axes(-1)), m) for w, m in parts]
-    return op.Add(shift, op.Log(mass)), op.Add(*shares)
 
 
 def _joined(out: Any, level: Any, q: Any, v: Any) -> tuple[Any, Any]:
