@@ -18,8 +18,8 @@ from lln.hf.decode.memory import Memory
 from lln.nn import LLNAttention
 from lln.ops import triton as kernels
 from lln.ops.common.arguments import hide, may_look_at
-from lln.ops.common.features import finite_or_zero
 from lln.ops.linear.eager_state import merge
+from lln.ops.linear.one_token import fold_, read_with_log, weighted
 from lln.ops.linear.summarize import summarize
 from lln.ops.taps.convolution import convolve_next, last_values
 from lln.ops.window.eager_near_far import NOWHERE
@@ -241,22 +241,14 @@ class _Step:
 
     def _fold(self, prefix: str, k: Tensor, v: Tensor, wanted: Bool[Tensor, " B"] | None) -> None:
         """Add one key and value of every sample to a state, or of those that are wanted."""
-        log_mass, mean = (self.tensors[prefix + name] for name in ("log_mass", "mean"))
-        weight = (self.constants.beta[:, None] * k[:, :, 0]).to(mean.dtype)
-        after = torch.logaddexp(log_mass, weight)
-        share = torch.exp(weight - after)[..., None]
-        if wanted is not None:
-            after = torch.where(_like(wanted, after), after, log_mass)
-            share = share.masked_fill(~_like(wanted, share), 0)
-        mean.lerp_(v.to(mean.dtype).expand_as(mean), share.expand_as(mean))
-        log_mass.copy_(after)
+        state = (self.tensors[prefix + name] for name in ("log_mass", "mean"))
+        fold_(*state, k, v, self.constants.beta, wanted)
 
     def _read(self) -> tuple[Float[Tensor, "B H 1 E"], Float[Tensor, "B H 1"]]:
-        """What the queries get from the state, and the logarithm of its sum; 0, −inf for no key."""
-        log_mass, mean = self.tensors["log_mass"], self.tensors["mean"]
-        rows = (self.constants.alpha[:, None, None] * self.new.q_far).to(mean.dtype)
-        rows = rows.unflatten(1, (mean.shape[1], -1)).flatten(3)  # [B, Hkv, G, S]
-        return weighted(rows + log_mass[:, :, None], [mean], maybe_none=self.maybe_no_far)
+        """What the queries get from the state, and the logarithm of its sum."""
+        state = self.tensors["log_mass"], self.tensors["mean"]
+        asked = self.new.q_far, self.constants.alpha
+        return read_with_log(*asked, *state, maybe_none=self.maybe_no_far)
 
 
 class _Together(_Step):
@@ -318,31 +310,6 @@ def softmax_over(
     together = torch.cat(scores, -1) if len(scores) > 1 else scores[0]
     values = [values.to(q.dtype) for _, values, _ in parts]
     return weighted(together, values, maybe_none=parts[0][2] is not None)
-
-
-def weighted(
-    scores: Float[Tensor, "B Hkv G W"], values: Sequence[Tensor], *, maybe_none: bool
-) -> tuple[Float[Tensor, "B H 1 E"], Float[Tensor, "B H 1"]]:
-    """The mean of values by the exponentials of scores, and the logarithm of their sum.
-
-    Args:
-        scores: −inf for keys that are not seen.
-        values: ``[B, Hkv, w, E]``, in tensors of W rows together.
-        maybe_none: Whether a row may see none; it gets 0 and −inf.
-    """
-    top = scores.amax(-1, keepdim=True)
-    top = finite_or_zero(top) if maybe_none else top
-    weights = torch.exp(scores - top)
-    mass = weights.sum(-1, keepdim=True)
-    shares = weights.split([x.shape[2] for x in values], -1) if len(values) > 1 else [weights]
-    outputs = [share @ x for share, x in zip(shares, values, strict=True)]
-    total = sum(outputs[1:], outputs[0])
-    out = total / (mass.masked_fill(mass == 0, 1) if maybe_none else mass)
-    return _heads(out), _heads(top + mass.log())[..., 0]
-
-
-def _heads(x: Float[Tensor, "B Hkv G E"]) -> Float[Tensor, "B H 1 E"]:
-    return x.flatten(1, 2)[:, :, None]
 
 
 def _like(flags: Bool[Tensor, " B"], x: Tensor) -> Tensor:
