@@ -34,9 +34,9 @@ class Exchange(torch.autograd.Function):
     def backward(ctx: Any, *d_seen: Tensor) -> tuple[Tensor, Tensor, None, None]:
         d_packed = _pack(*d_seen)
         if not ctx.only_before:
-            log_mass, mean, *seen = ctx.saved_tensors
+            saved = ctx.saved_tensors
             dist.all_reduce(d_packed, group=ctx.group)
-            return *merge_backward(*_unpack(d_packed), (log_mass, mean), seen), None, None
+            return *merge_backward(*_unpack(d_packed), saved[:2], saved[2:]), None, None
         (states,) = ctx.saved_tensors
         d_states = gather(d_packed, ctx.group)
         own = _unpack(states[ctx.rank])

@@ -34,6 +34,7 @@ TESTS = {
     "lln/ops": f"{OPS} {CALLS}",
     "lln/ops/window/near.py": f"tests/test_near_far.py {OPS}",
     "lln/ops/window/near_far.py": f"{JOINT} {OPS}",
+    "lln/ops/linear/one_token.py": "tests/hf/test_decoding.py",
     "lln/ops/linear/normalized_keys.py": "tests/test_normalized_keys.py",
     **{f"lln/ops/window/eager_{name}.py": JOINT for name in ("near", "far", "near_far")},
     "lln/ops/taps/convolution.py": CONVOLUTION,

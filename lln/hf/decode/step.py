@@ -241,7 +241,7 @@ class _Step:
 
     def _fold(self, prefix: str, k: Tensor, v: Tensor, wanted: Bool[Tensor, " B"] | None) -> None:
         """Add one key and value of every sample to a state, or of those that are wanted."""
-        state = (self.tensors[prefix + name] for name in ("log_mass", "mean"))
+        state = self.tensors[prefix + "log_mass"], self.tensors[prefix + "mean"]
         fold_(*state, k, v, self.constants.beta, wanted)
 
     def _read(self) -> tuple[Float[Tensor, "B H 1 E"], Float[Tensor, "B H 1"]]:
