@@ -36,7 +36,7 @@ def run(
 
 def _compute(name: str, quick: bool, bars: Progress) -> list[Row]:
     figure = FIGURES[name]
-    task = bars.add_task(f"figure {name}", total=None if quick else figure.count)
+    task = bars.add_task(f"figure {name}", total=None)
     rows, start = [], time.perf_counter()
     for row in figure.quick() if quick else figure.rows():
         rows.append(row)
