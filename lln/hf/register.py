@@ -26,7 +26,7 @@ from lln.hf.masks import (
     read_mask,
 )
 from lln.hf.one_by_one import one_by_one
-from lln.hf.packing import LENGTHS, from_lengths, from_positions
+from lln.hf.packing import from_lengths, from_positions
 from lln.hf.positions import RELATIVE, check_positions, is_rotary
 from lln.hf.rotation import HANDED_ON, Rotation, rotation_of
 from lln.hf.softmax import SoftmaxCall, pair_mask, softmax_attention
@@ -47,13 +47,6 @@ REFUSED = {
 }
 # Of these, what transformers' own function for softmax layers would leave out without a word.
 LEFT_OUT_BY_SDPA = ("s_aux", "sinks", "indices", "block_indices")
-# Others that models hand on: they say nothing that the mask and the tensors do not say.
-HARMLESS = {
-    *("query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal"),
-    *("position_ids", "use_cache", "output_attentions"),
-    *("max_length_q", "max_length_k", "deterministic"),  # of flash attention's kernels
-    *LENGTHS,  # of packed sequences, which are taken apart first
-}
 
 
 def register() -> list[str]:

@@ -15,11 +15,10 @@ from lln.ops.common.arguments import check_positive_int
 
 QUANTILES = torch.linspace(0.005, 0.995, 199, dtype=torch.float64)
 
-# Upper 5 % points when mean and variance are estimated from the same data ("case 3" of
-# D'Agostino and Stephens, Goodness-of-fit techniques, 1986, tables 4.7 and 4.8). The ordinary
-# Kolmogorov points assume known parameters and would accept almost anything.
+# Upper 5 % point when mean and variance are estimated from the same data ("case 3" of D'Agostino
+# and Stephens, Goodness-of-fit techniques, 1986, table 4.7). The ordinary points assume known
+# parameters and would accept almost anything.
 ANDERSON_DARLING_5 = 0.752
-LILLIEFORS_5 = 0.895
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from lln.report.progress import counting
 from lln_study.bench import sweep
 from lln_study.bench.cases import cpu_cases
 from lln_study.bench.check import CheckFailed
-from lln_study.bench.load import busy_processes
 
 
 def run(
@@ -23,23 +22,19 @@ def run(
     *,
     quick: bool = False,
     min_seconds: float = 1.0,
-    load: int = 0,
     console: Console | None = None,
 ) -> list[Path]:
-    """Measure the CPU cases; write ``subject_hardware_date`` as .json, .csv and .svg.
-
-    ``load`` processes compute beside them; the subject and the rows say so.
-    """
+    """Measure the CPU cases; write ``subject_hardware_date`` as .json, .csv and .svg."""
     console = console or Console()
     cases = cpu_cases(quick=quick)
     bars = counting(console)
     rows: list[sweep.Row] = []
-    with bars, busy_processes(load):
+    with bars:
         task = bars.add_task("starting", total=len(cases))
         watch = lambda name: bars.update(task, description=name)  # noqa: E731
         try:
             for row in sweep.measure(cases, min_seconds=min_seconds, watch=watch):
-                rows.append({**row, "load": load})
+                rows.append(row)
                 bars.update(task, advance=1)
         except CheckFailed as failure:
             console.print(f"[bold red]stopped before measuring:[/] {failure}")
@@ -48,7 +43,7 @@ def run(
     console.print(_rows_table(rows))
     console.print(_ratio_table(rows))
     console.print(_growth_table(rows))
-    subject = "attention" + "-quick" * quick + f"-load-{load}" * bool(load)
+    subject = "attention" + "-quick" * quick
     written = sweep.save(rows, folder, subject=subject)
     written.append(files.write_text(written[0].with_suffix(".svg"), plot(rows)))
     for path in written:

@@ -19,9 +19,6 @@ def bench(
     out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),
     quick: Annotated[bool, typer.Option("--quick", help="Short lengths only.")] = False,
     min_seconds: Annotated[float, typer.Option(help="Least time per case.")] = 1.0,
-    load: Annotated[
-        int, typer.Option(min=0, help="Processes that keep the cores busy meanwhile.")
-    ] = 0,
 ) -> None:
     """Measure speed and memory on this CPU.
 
@@ -33,7 +30,7 @@ def bench(
     let_waiting_threads_sleep()
     from lln_study.bench.cpu import run
 
-    run(out, quick=quick, min_seconds=min_seconds, load=load)
+    run(out, quick=quick, min_seconds=min_seconds)
 
 
 @bench_app.command("gpu")

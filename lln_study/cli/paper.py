@@ -43,10 +43,10 @@ def figure(
 
     The command writes SVG, PNG and CSV.
 
-    Figures 2, 5a, 5b, 6a, 6b and 7 are computed, in a minute at most each, and a page shows them.
-    Figure 2 also has the exact calibrations, the unbiased variant and mutual information. The other
-    figures come from the rows of training runs. "arena" is not in the paper and comes from the rows
-    of Table 5. The command exits with 1 if there are no rows.
+    Figures 2, 5a, 5b, 6a, 6b and 7 are computed, in a minute at most each. Figure 2 also has the
+    exact calibrations, the unbiased variant and mutual information. The other figures come from the
+    rows of training runs. "arena" is not in the paper and comes from the rows of Table 5. The
+    command exits with 1 if there are no rows.
     """
     from lln_study.paper.figures import FIGURES, from_rows
     from lln_study.paper.figures.run import run

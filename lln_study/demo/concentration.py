@@ -1,7 +1,4 @@
-"""Entropy and spectral gap against temperature (Fig. 2 of the paper), and exact retrieval.
-
-Inputs and attentions are those of the paper's figures: see :mod:`lln_study.paper.figures.inputs`.
-"""
+"""Entropy and spectral gap against temperature (Fig. 2 of the paper), and exact retrieval."""
 
 from __future__ import annotations
 
@@ -9,45 +6,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from lln.records.rows import Row
-from lln_study.paper.figures.inputs import ATTENTIONS, gaussian, spread
+from lln_study.paper.figures import concentration
+from lln_study.paper.figures.inputs import ATTENTIONS
 
 KERNELS = {name: each for name, each in ATTENTIONS.items() if each.kernel in ("softmax", "lln")}
-MEASURES = ("entropy", "spectral_gap")
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Size of the experiment; ``draws`` independent inputs per temperature."""
+class Setting(concentration.Setting):
+    """Size of the experiment, smaller than that of the figure."""
 
-    tokens: int = 512
-    head_dim: int = 64
     temperatures: Sequence[float] = (0.3, 0.5, 0.7, 1.0, 1.5, 2.0)
     draws: int = 3
-    seed: int = 0
 
     def describe(self) -> str:
         """Return the sizes in a line."""
         return f"N={self.tokens} d={self.head_dim} draws={self.draws} seed={self.seed}"
 
-    def inputs(self, temperature: float, draw: int) -> tuple[Tensor, Tensor]:
-        """Draw q and k ``[1, 1, N, D]``: the same normal numbers at every temperature."""
-        size, seed = (self.tokens, self.head_dim), self.seed + draw
-        return gaussian(*size, seed=seed, score_variance=temperature**-2)
-
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """Yield a row per temperature and kernel: mean and standard deviation over the draws."""
-    for temperature in setting.temperatures:
-        drawn = [setting.inputs(temperature, draw) for draw in range(setting.draws)]
-        for kernel, attention in KERNELS.items():
-            found = [attention.measure(q, k, MEASURES) for q, k in drawn]
-            row: Row = {"kernel": kernel, "temperature": temperature}
-            for name in MEASURES:
-                row |= spread(name, [each[name] for each in found])
-            yield row
+    """Yield a row per kernel and temperature: mean and standard deviation over the draws."""
+    for row in concentration.rows(setting, KERNELS, ("entropy", "spectral_gap")):
+        yield {"kernel": row.pop("attention"), **row}
 
 
 def retrieval(setting: Setting, *, temperature: float = 1.0) -> list[Row]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from lln_study.tasks import experiment
 from lln_study.tasks.classify import Classification
 from lln_study.tasks.experiment import Asked, InSweeps, Key
 from lln_study.tasks.models.lra import Classifier, LRASizes
-from lln_study.tasks.recipe import changed
+from lln_study.tasks.recipe import changed, settings
 from lln_study.train.config import TrainConfig, check_whole
 from lln_study.train.task import Summary
 
@@ -62,11 +61,6 @@ class LRAConfig:
     def __post_init__(self) -> None:
         if self.train_size is not None:
             check_whole("train_size", self.train_size, least=1)
-
-    def settings(self) -> dict[str, Any]:
-        """What a row says beside the fields of ``train``."""
-        names = [item.name for item in dataclasses.fields(self) if item.name != "train"]
-        return {name: getattr(self, name) for name in names}
 
 
 # rows of a step, learning rate, warm-up; 50,000 steps each
@@ -123,7 +117,7 @@ class LRA(Classification):
         counts = {name: len(split) for name, split in arrays.splits.items()}
         self.settings = {
             "experiment": "lra",
-            **config.settings(),
+            **settings(config),
             "data": arrays.source,
             "length": arrays.length,
             "examples": counts,

@@ -22,6 +22,7 @@ from lln_study.tasks.experiment import InSweeps, Key
 from lln_study.tasks.mlm_recipes import MLMConfig
 from lln_study.tasks.mlm_recipes import configure as configure
 from lln_study.tasks.models.roberta import build_model, fast_tokenizer
+from lln_study.tasks.recipe import settings
 from lln_study.train.task import Summary
 
 IN_SWEEPS = InSweeps(needs=("recipe",), chosen_by=("loss", -1), is_followed=True)
@@ -40,7 +41,7 @@ class MLM(experiment.RowTask):
         self.config, self.encoded = config, encoded
         self.tokens = config.length
         self.settings = {
-            **config.settings(),
+            **settings(config),
             "corpus": encoded.corpus,
             "vocabulary": encoded.vocabulary,
             "tokens_digest": encoded.digest,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -54,14 +53,6 @@ class MLMConfig:
             raise ValueError(
                 f"positions={self.positions!r} is unknown; choose from {', '.join(POSITIONS)}"
             )
-
-    def settings(self) -> dict[str, Any]:
-        """What a row says beside the fields of ``train``."""
-        return {
-            item.name: getattr(self, item.name)
-            for item in dataclasses.fields(self)
-            if item.name != "train"
-        }
 
 
 def roberta_base() -> MLMConfig:

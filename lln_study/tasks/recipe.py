@@ -45,6 +45,13 @@ def changed(start: Config, *, fixed: tuple[str, ...] = (), **changes: Any) -> Co
     return dataclasses.replace(start, **others, train=train)
 
 
+def settings(config: Any) -> dict[str, Any]:
+    """What a row says of a configuration beside the fields of its ``train``."""
+    values = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
+    del values["train"]
+    return {name: list(x) if isinstance(x, tuple) else x for name, x in values.items()}
+
+
 def _check_mechanism(attention: str, options: Mapping[str, Any]) -> None:
     """Refuse a name that is not in the zoo, and options that the mechanism does not have.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from lln_study.tasks import experiment, real_tables
 from lln_study.tasks.classify import Classification
 from lln_study.tasks.experiment import InSweeps, Key
 from lln_study.tasks.models.table import Columns, TableModel, TableSizes
-from lln_study.tasks.recipe import changed
+from lln_study.tasks.recipe import changed, settings
 from lln_study.train.config import TrainConfig, check_whole
 from lln_study.train.task import Summary
 
@@ -71,12 +70,6 @@ class TableRun:
                 known = ", ".join(tables.KINDS)
                 raise ValueError(f"{name}={list(getattr(self, name))}: choose from {known}")
 
-    def settings(self) -> dict[str, Any]:
-        """What a row says beside the fields of ``train``."""
-        names = [item.name for item in dataclasses.fields(self) if item.name != "train"]
-        values = {name: getattr(self, name) for name in names}
-        return {name: list(x) if isinstance(x, tuple) else x for name, x in values.items()}
-
 
 def configure(**changes: Any) -> TableRun:
     """6 layers × 256, 4 heads, 4,000 updates of 32 tables, some of it changed by name.
@@ -112,7 +105,7 @@ class Table(Classification):
 
     def __init__(self, config: TableRun) -> None:
         self.config = config
-        self.settings = {"experiment": "table", **config.settings(), "data": PRIOR}
+        self.settings = {"experiment": "table", **settings(config), "data": PRIOR}
 
     def prepare(self, device: torch.device) -> None:
         """Tables are drawn where the model is."""

@@ -18,7 +18,7 @@ from lln_study.data import tables
 from lln_study.tasks import experiment
 from lln_study.tasks.experiment import InSweeps, Key
 from lln_study.tasks.models.table import TableModel, TableSizes
-from lln_study.tasks.recipe import changed
+from lln_study.tasks.recipe import changed, settings
 from lln_study.train.config import TrainConfig, check_whole
 from lln_study.train.task import Task
 
@@ -62,9 +62,7 @@ class Cost(Task):
     name = "table_cost"
 
     def __init__(self, config: CostRun) -> None:
-        names = ("layers", "width", "heads", "feed_forward", "rows", "questions")
-        own = {name: getattr(config, name) for name in names}
-        self.settings = {"experiment": "table_cost", **own}
+        self.settings = {"experiment": "table_cost", **settings(config)}
 
 
 def reads(config: CostRun) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from lln_study.tasks import experiment
 from lln_study.tasks.classify import Classification
 from lln_study.tasks.experiment import Asked, InSweeps, Key
 from lln_study.tasks.models import softmax
-from lln_study.tasks.recipe import changed
+from lln_study.tasks.recipe import changed, settings
 from lln_study.train.config import TrainConfig, check_whole
 
 EVALUATION_ROWS = 500
@@ -67,11 +67,6 @@ class ViTRun:
         check_whole("patch", self.patch, least=1)
         if self.side is not None:
             check_whole("side", self.side, least=8)
-
-    def settings(self) -> dict[str, Any]:
-        """What a row says beside the fields of ``train``."""
-        names = [item.name for item in dataclasses.fields(self) if item.name != "train"]
-        return {name: getattr(self, name) for name in names}
 
 
 def paper() -> ViTRun:
@@ -173,7 +168,7 @@ class Vision(Classification):
         counts = {split: len(pictures.rows(split)) for split in ("train", "valid", "test")}
         self.settings = {
             "experiment": "vit",
-            **config.settings(),
+            **settings(config),
             "side": side,
             "length": self.tokens,
             "data": pictures.source,

@@ -10,11 +10,19 @@ import torch
 import transformers as hf
 
 import lln.hf
-from lln.hf.register import HARMLESS, LEFT_OUT_BY_SDPA, REFUSED
+from lln.hf.packing import LENGTHS
+from lln.hf.register import LEFT_OUT_BY_SDPA, REFUSED
 from tests.hf.test_families import CONSTANTS, NARROW, PICTURE, batch, hidden, model_of
 from tests.hf.tiny import ENDLESS, TEXT, VOCABULARY, make, padded, run, text
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of configurations made so small
+# Arguments of models that say nothing that the mask and the tensors do not say.
+HARMLESS = {
+    *("query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal"),
+    *("position_ids", "use_cache", "output_attentions"),
+    *("max_length_q", "max_length_k", "deterministic"),  # of flash attention's kernels
+    *LENGTHS,  # of packed sequences, which are taken apart first
+}
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
 

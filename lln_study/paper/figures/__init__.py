@@ -13,17 +13,13 @@ from lln_study.paper.figures.inputs import ATTENTIONS
 
 @dataclass(frozen=True)
 class Figure:
-    """What a figure shows, its rows (a small version with ``quick``), and how many there are."""
+    """What a figure shows, and its rows; a small version with ``quick``."""
 
     title: str
     rows: Callable[[], Iterator[Row]]
     quick: Callable[[], Iterator[Row]]
-    count: int
 
 
-_CONCENTRATION = concentration.Setting()
-_MATCHING = matching.Setting()
-_SUMS = sums.Setting()
 _QUICK_CONCENTRATION = concentration.Setting(tokens=64, temperatures=(0.5, 1.0, 2.0), draws=2)
 _QUICK_MATCHING = matching.Setting(tokens=64, variances=(0.5, 1.0, 2.0), draws=2)
 _QUICK_SUMS = sums.Setting(samples=2000)
@@ -33,37 +29,31 @@ FIGURES = {
         "Entropy and spectral gap against temperature",
         concentration.rows,
         partial(concentration.rows, _QUICK_CONCENTRATION),
-        len(ATTENTIONS) * len(_CONCENTRATION.temperatures),
     ),
     "5a": Figure(
         "Mean and variance of ln P of softmax attention",
         matching.softmax_rows,
         partial(matching.softmax_rows, _QUICK_MATCHING),
-        len(_MATCHING.variances),
     ),
     "5b": Figure(
         "Variance of ln P before and after moment matching",
         matching.matched_rows,
         partial(matching.matched_rows, _QUICK_MATCHING),
-        len(matching.MATCHED) * len(_MATCHING.variances),
     ),
     "6a": Figure(
         "Fenton's law for a sum of log-normal terms",
         sums.moderate_rows,
         partial(sums.moderate_rows, _QUICK_SUMS),
-        len(_SUMS.terms) * len(_SUMS.moderate),
     ),
     "6b": Figure(
         "The same sum in the broad case",
         sums.broad_rows,
         partial(sums.broad_rows, _QUICK_SUMS),
-        len(_SUMS.terms) * len(_SUMS.broad),
     ),
     "7": Figure(
         "Histogram of ln P before and after moment matching",
         matching.histogram_rows,
         partial(matching.histogram_rows, _QUICK_MATCHING),
-        len(matching.HISTOGRAM) * matching.BINS,
     ),
 }
 

@@ -6,11 +6,13 @@ the spread over draws.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from lln.records.rows import Row
-from lln_study.paper.figures.inputs import ATTENTIONS, gaussian, spread
+from lln_study.paper.figures.inputs import ATTENTIONS, Attention, gaussian, spread
 
 MEASURES = ("entropy", "spectral_gap", "mutual_information", "column_bias")
 
@@ -25,29 +27,29 @@ class Setting:
     draws: int = 12
     seed: int = 0
 
+    def inputs(self, temperature: float, draw: int) -> tuple[Tensor, Tensor]:
+        """Draw q and k ``[1, 1, N, D]``: the same normal numbers at every temperature."""
+        size, seed = (self.tokens, self.head_dim), self.seed + draw
+        return gaussian(*size, seed=seed, score_variance=temperature**-2)
 
-def rows(setting: Setting | None = None) -> Iterator[Row]:
+
+def rows(
+    setting: Setting | None = None,
+    attentions: Mapping[str, Attention] = ATTENTIONS,
+    measures: Sequence[str] = MEASURES,
+) -> Iterator[Row]:
     """A row per attention and temperature: means and standard deviations over the draws."""
     setting = setting or Setting()
-    for name, attention in ATTENTIONS.items():
+    for name, attention in attentions.items():
         repeated: list[dict[str, float]] | None = None
         for temperature in setting.temperatures:
             if repeated is None or not attention.scale_free:
                 repeated = [
-                    attention.measure(*_inputs(setting, temperature, draw), MEASURES)
+                    attention.measure(*setting.inputs(temperature, draw), tuple(measures))
                     for draw in range(setting.draws)
                 ]
             row: Row = {"attention": name, "temperature": temperature}
-            for measure in MEASURES:
+            for measure in measures:
                 row |= spread(measure, [found[measure] for found in repeated])
             sizes = {"tokens": setting.tokens, "head_dim": setting.head_dim}
             yield row | sizes | {"draws": setting.draws, "seed": setting.seed}
-
-
-def _inputs(setting: Setting, temperature: float, draw: int):
-    return gaussian(
-        setting.tokens,
-        setting.head_dim,
-        seed=setting.seed + draw,
-        score_variance=temperature**-2,
-    )

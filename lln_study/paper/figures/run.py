@@ -1,4 +1,4 @@
-"""Compute figures with a progress bar, write CSV, SVG and PNG, and a page for all of them."""
+"""Compute figures with a progress bar, and write CSV, SVG and PNG."""
 
 from __future__ import annotations
 
@@ -9,36 +9,26 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-import lln
 from lln.device.threads import one_thread
 from lln.records import files, machine, saved
 from lln.records.rows import Row
-from lln.report.page import Page, Plot, Plots, Section, Text, render
-from lln.report.panels import as_files, as_page_plots
+from lln.report.panels import as_files
 from lln.report.progress import counting
 from lln_study.paper.figures import FIGURES
 from lln_study.paper.figures.drawing import PANELS
-
-LEDE = (
-    "The figures of arXiv:2311.13541 that need no training, computed by this run. Each has its "
-    "numbers beside it as a CSV file."
-)
 
 
 def run(
     names: Sequence[str], folder: Path, *, quick: bool = False, console: Console | None = None
 ) -> list[Path]:
-    """Write ``figure_NAME.csv``, ``.svg`` and ``.png`` per name, and ``figures.html``."""
+    """Write ``figure_NAME.csv``, ``.svg`` and ``.png`` per name."""
     console = console or Console()
-    computed: dict[str, list[Row]] = {}
     written: list[Path] = []
     bars = counting(console)
     with bars, one_thread():
         facts = machine.facts()
         for name in names:
-            computed[name] = _compute(name, quick, bars)
-            written += _write(name, computed[name], folder, facts)
-    written.append(_write_page(computed, folder, facts))
+            written += _write(name, _compute(name, quick, bars), folder, facts)
     for path in written:
         console.print(f"  {path}", highlight=False)
     return written
@@ -46,7 +36,7 @@ def run(
 
 def _compute(name: str, quick: bool, bars: Progress) -> list[Row]:
     figure = FIGURES[name]
-    task = bars.add_task(f"figure {name}", total=None if quick else figure.count)
+    task = bars.add_task(f"figure {name}", total=None)
     rows, start = [], time.perf_counter()
     for row in figure.quick() if quick else figure.rows():
         rows.append(row)
@@ -64,24 +54,3 @@ def _write(name: str, rows: list[Row], folder: Path, facts: dict[str, str]) -> l
         path.write_bytes(content)
         paths.append(path)
     return paths
-
-
-def _write_page(computed: dict[str, list[Row]], folder: Path, facts: dict[str, str]) -> Path:
-    sections = [
-        Section(
-            f"Figure {name}. {FIGURES[name].title}",
-            [
-                Plots(
-                    [
-                        Plot(svg, note)
-                        for svg, note in as_page_plots(f"figure-{name}", PANELS[name](rows))
-                    ]
-                ),
-                Text(f"Numbers: `figure_{name}.csv`."),
-            ],
-        )
-        for name, rows in computed.items()
-    ]
-    about = {"lln": f"{lln.__version__}, commit {facts['commit']}", "device": facts["device"]}
-    page = Page("LLN attention: the paper's figures", LEDE, sections, about)
-    return files.write_text(folder / "figures.html", render(page))

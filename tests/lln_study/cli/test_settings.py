@@ -12,6 +12,7 @@ from lln.cli.app import app
 from lln.nn import recommended
 from lln_study.cli.settings import read_settings
 from lln_study.tasks import glue, lra, mlm, vit
+from lln_study.tasks.recipe import settings
 
 TASKS = {
     "mlm": [],
@@ -94,7 +95,7 @@ def test_every_setting_reaches_the_configuration(configured, name, words, wanted
     config, _ = configured(name, *flags)
     assert config == wanted()
     if hasattr(config, "train"):
-        assert config.train.digest(config.settings()) == wanted().train.digest(wanted().settings())
+        assert config.train.digest(settings(config)) == wanted().train.digest(settings(wanted()))
 
 
 def _as_given(word: str) -> list[str]:

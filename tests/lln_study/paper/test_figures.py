@@ -189,18 +189,7 @@ def test_the_same_rows_give_the_same_bytes(quick_rows):
     assert as_files("figure-6b", panels) == as_files("figure-6b", panels)
 
 
-@pytest.mark.parametrize("name", FIGURES)
-def test_number_of_rows_for_the_progress_bar(name, quick_rows):
-    settings = {"2": concentration.Setting(), "5a": matching.Setting(), "5b": matching.Setting()}
-    if name in settings:
-        full = settings[name]
-        points = len(full.temperatures if name == "2" else full.variances)
-        assert FIGURES[name].count == len(quick_rows[name]) / 3 * points
-    else:
-        assert FIGURES[name].count == len(quick_rows[name])
-
-
-def test_command_writes_csv_svg_png_and_a_page(tmp_path):
+def test_command_writes_csv_svg_and_png(tmp_path):
     from typer.testing import CliRunner
 
     from lln.cli import app as cli
@@ -208,12 +197,11 @@ def test_command_writes_csv_svg_png_and_a_page(tmp_path):
     done = CliRunner().invoke(cli.app, ["figure", "6a", "--quick", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     written = {path.name for path in tmp_path.iterdir()}
-    assert written == {"figure_6a.csv", "figure_6a.svg", "figure_6a.png", "figures.html"}
+    assert written == {"figure_6a.csv", "figure_6a.svg", "figure_6a.png"}
     with (tmp_path / "figure_6a.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == FIGURES["6a"].count
+    assert len(rows) == len(list(FIGURES["6a"].quick()))
     assert rows[0].keys() >= {"terms", "fenton", "seed", "samples", "commit", "device"}
-    assert "Fenton" in (tmp_path / "figures.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("arguments", [["3"], [], ["2", "--all"]])

@@ -98,11 +98,6 @@ def finite_or_zero(x: Any) -> Any:
     return filled(x, is_nothing(x), 0.0)
 
 
-def any_of(mask: Any, axis: int = -1) -> Any:
-    """Whether a row of a mask has an entry; the axis stays."""
-    return op.Greater(op.ReduceMax(op.Cast(mask, to=1), axes(axis), keepdims=1), 0.0)
-
-
 def per_head(scale: Any) -> Any:
     """``[B, H] -> [B, H, 1, 1]``."""
     return op.Unsqueeze(scale, axes(2, 3))
