@@ -125,6 +125,7 @@ EXTRAS_AT_THE_TOP = {
     "study/bench/commits.py": {"rich"},
     "study/bench/cpu.py": {"rich"},
     "study/bench/gpu.py": {"rich"},
+    "study/bench/host.py": {"rich"},
     "study/bench/serving.py": {"rich"},
     "study/bench/terminal.py": {"rich"},
     "study/bench/zoo.py": {"rich"},

@@ -18,6 +18,8 @@ from lln.ops.causal.square import attend_square, is_tame
 from lln.ops.causal.tree import Rows, attend_tile
 from lln.ops.common.features import finite_or_zero
 from lln.ops.common.gradients import by_heads, register_with_gradient
+from lln.ops.common.parts import causal_by_parts
+from lln.ops.linear.eager_state import read, summarize
 from lln.protocols import compute_dtype
 
 
@@ -86,3 +88,33 @@ causal_op, causal_backward = register_with_gradient(
     around=by_heads,
     batched=True,
 )
+
+
+def causal(
+    q,
+    k,
+    v,
+    *,
+    alpha,
+    beta,
+    key_mask=None,
+    state=None,
+    slot_dropout=None,
+    wide=False,
+) -> Tensor:
+    """Causal LLN attention: query i sees keys j ≤ i + M − N, and those of ``state``."""
+
+    def before(k, v, mask):
+        return summarize(k, v, beta=beta, key_mask=mask)
+
+    def attend(q, k, v, key_mask, drop, given):
+        given = given or before(k[:, :, :0], v[:, :, :0], None)
+        out, _ = causal_op(q, k, v, alpha, beta, key_mask, *given, drop, wide)
+        return out
+
+    def read_alone(q, log_mass, mean, drop):
+        return read(q, log_mass, mean, alpha=alpha, slot_dropout=drop, wide=wide)
+
+    return causal_by_parts(
+        q, k, v, key_mask, state, slot_dropout, summarize=before, attend=attend, read=read_alone
+    )

@@ -218,3 +218,19 @@ read_op, read_backward = register_with_gradient(
     around=_read_by_heads,
     batched=True,
 )
+
+
+def summarize(k, v, *, beta, key_mask=None) -> tuple[Tensor, Tensor]:
+    """(L, M) of a set of keys in the compute dtype."""
+    return summarize_op(k, v, beta, key_mask)
+
+
+def read(q, log_mass, mean, *, alpha, slot_dropout=None, wide=False) -> Tensor:
+    """softmax_l(α q + L) · M."""
+    return read_op(q, alpha, log_mass, mean, slot_dropout, wide)
+
+
+def bidirectional(q, k, v, *, alpha, beta, key_mask=None, slot_dropout=None, wide=False) -> Tensor:
+    """LLN attention: every query reads the summary of all keys."""
+    log_mass, mean = summarize(k, v, beta=beta, key_mask=key_mask)
+    return read(q, log_mass, mean, alpha=alpha, slot_dropout=slot_dropout, wide=wide)

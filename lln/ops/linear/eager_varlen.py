@@ -14,11 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.ops.causal.eager_causal import causal_backward, causal_op
+from lln.ops.causal.eager_causal import causal, causal_backward, causal_op
 from lln.ops.common.gradients import register_with_gradient
 from lln.ops.common.parts import early_and_blind
 from lln.ops.common.registration import without_autocast
-from lln.ops.linear.eager_state import read_backward, summarize_backward, summarize_op
+from lln.ops.linear.eager_state import (
+    bidirectional,
+    read_backward,
+    summarize_backward,
+    summarize_op,
+)
+from lln.ops.window.eager_lln_diag import lln_diag
 from lln.ops.window.eager_near_far import blocks_backward
 from lln.protocols import compute_dtype
 
@@ -110,12 +116,10 @@ def in_groups(
 
 
 def _attend(q, k, v, alpha, beta, key_mask, block, scale, is_causal) -> Tensor:
-    from lln.ops import eager  # the package lists this file's ops too
-
     options = {"alpha": alpha, "beta": beta, "key_mask": key_mask}
     if block:
-        return eager.lln_diag(q, k, v, block=block, scale=scale, is_causal=is_causal, **options)
-    return (eager.causal if is_causal else eager.bidirectional)(q, k, v, **options)
+        return lln_diag(q, k, v, block=block, scale=scale, is_causal=is_causal, **options)
+    return (causal if is_causal else bidirectional)(q, k, v, **options)
 
 
 def _varlen(q, k, v, cu_q, cu_k, alpha, beta, key_mask, block, scale, is_causal) -> Tensor:
@@ -217,3 +221,21 @@ varlen_op, _ = register_with_gradient(
     gradients=("q", "k", "v", "alpha", "beta"),
     around=lambda compute, _: without_autocast(compute),
 )
+
+
+def varlen(
+    q,
+    k,
+    v,
+    cu_q,
+    cu_k,
+    *,
+    alpha,
+    beta,
+    key_mask=None,
+    block=None,
+    scale=1.0,
+    is_causal=False,
+) -> Tensor:
+    """LLN attention of each packed sequence by itself; LLN+Diag with ``block``."""
+    return varlen_op(q, k, v, cu_q, cu_k, alpha, beta, key_mask, block or 0, scale, is_causal)

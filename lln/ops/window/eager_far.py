@@ -28,7 +28,7 @@ from lln.ops.common.features import (
     times_transposed,
 )
 from lln.ops.common.gradients import by_heads, contiguous_like, register_with_gradient
-from lln.ops.linear.eager_state import merge
+from lln.ops.linear.eager_state import merge, summarize
 from lln.ops.window.eager_near import Grid, apart, side_by_side
 from lln.protocols import compute_dtype
 
@@ -275,3 +275,27 @@ far_op, far_backward = register_with_gradient(
     around=by_heads,
     batched=True,
 )
+
+
+def block_causal(
+    q,
+    k,
+    v,
+    *,
+    alpha,
+    beta,
+    causal_block,
+    key_mask=None,
+    slot_dropout=None,
+    wide=False,
+) -> Tensor:
+    """Causal LLN attention whose queries see all of their block: the prefix state it ends.
+
+    Far keys end where a window begins: that of a block with an overlap of −K begins at its end.
+    """
+    before = summarize(k[:, :, :0], v[:, :, :0], beta=beta)
+    out, _ = far_op(
+        *(q, k, v, alpha, beta, *before, key_mask, slot_dropout),
+        *(causal_block, -causal_block, 0, True),
+    )
+    return out if wide else out.to(q.dtype)
