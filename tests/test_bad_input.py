@@ -65,6 +65,7 @@ WRONG = {
     "impl": ((Q, K, V), {**SCALES, "impl": "cuda"}, ValueError, "impl='cuda' is unknown"),
     "causal": ((Q, K, V), {"is_causal": True}, ValueError, "future leak.*match_moments"),
     "block zero": ((Q, K, V), {**SCALES, "near": 0}, ValueError, "block=0"),
+    "block bool": ((Q, K, V), {**SCALES, "near": {"block": True}}, TypeError, "block is a bool"),
     "block float": ((Q, K, V), {**SCALES, "near": 2.5}, TypeError, "near=2.5 is a float"),
     "scale": (
         (Q, K, V),

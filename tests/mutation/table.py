@@ -26,6 +26,8 @@ TRANSFORMS = "tests/ops/test_derivatives.py tests/ops/test_transforms.py"
 CORE = "tests/nn/test_attention.py tests/nn/test_running.py tests/nn/test_dropout.py"
 MAPS = "tests/nn/test_near_far.py tests/nn/test_maps_of_others.py tests/nn/test_examples.py"
 LAYER = "tests/nn/test_multihead.py tests/nn/test_transformer_layers.py"
+MOMENTS = "tests/moments"
+LEVELS = f"{MOMENTS}/test_output_levels.py {MOMENTS}/test_features.py tests/test_near_far.py"
 ENGINE = "tests/lln_study/train/test_engine.py tests/lln_study/train/test_loop.py"
 TRAINING = f"{ENGINE} tests/lln_study/train/test_resume.py"
 # A file or folder -> its tests; the longest match counts.
@@ -42,8 +44,9 @@ TESTS = {
     "lln/ops/common/unwatched.py": "tests/ops/test_unwatched.py tests/ops/test_transforms.py",
     "lln/ops/reference.py": f"{JOINT} tests/ops/test_block_causal.py {OPS}",
     "lln/ops/window/lln_diag.py": f"tests/nn/test_attention.py {BLOCKS} {OPS}",
-    "lln/ops/common/arguments.py": f"{OPS} {CALLS} {JOINT} tests/nn/test_multihead.py",
-    "lln/ops/common/registration.py": f"{TRANSFORMS} {OPS}",
+    "lln/ops/common/arguments.py": f"{OPS} {BLOCKS} {CALLS} {JOINT} tests/nn/test_multihead.py",
+    "lln/ops/common/features.py": f"tests/ops/test_threads.py {OPS} {CALLS}",
+    "lln/ops/common/registration.py": f"tests/ops/test_unwatched.py {TRANSFORMS} {OPS}",
     "lln/ops/window/fused_blocks.py": f"{BLOCKS} {OPS}",
     "lln/ops/causal/square.py": TILES,
     "lln/ops/causal/tree.py": TILES,
@@ -70,7 +73,16 @@ TESTS = {
     "lln/ops/linear/kernels/decode.py": f"{TRITON}/test_decode.py {TRITON}/test_prefill.py",
     "lln/ops/moments/kernels/statistics.py": f"{TRITON}/test_statistics.py",
     "lln/ops/moments/kernels/matching.py": f"{TRITON}/test_matching.py",
-    "lln/moments": "tests/moments tests/test_bad_input.py",
+    "lln/moments": f"{MOMENTS}/test_matching.py {MOMENTS}/test_calibration.py",
+    **{
+        f"lln/moments/{name}.py": f"{MOMENTS}/test_{name}.py"
+        for name in ("features", "line", "quadrature", "slots")
+    },
+    "lln/moments/curves.py": f"{MOMENTS}/test_curves.py {MOMENTS}/test_matching.py",
+    "lln/moments/tabulate.py": f"{MOMENTS}/test_curves.py",
+    "lln/moments/matching.py": f"{MOMENTS}/test_matching.py {MOMENTS}/test_statistics.py",
+    "lln/moments/statistics.py": f"{MOMENTS}/test_statistics.py {MOMENTS}/test_calibration.py",
+    **{f"lln/moments/{name}.py": LEVELS for name in ("levels", "output_levels", "rows")},
     "lln/nn/presets.py": "tests/test_names.py",
     **{
         f"lln/nn/{name}.py": f"tests/nn/test_near_far.py tests/nn/test_rows.py {CORE} {LAYER}"

@@ -156,6 +156,8 @@ def test_causal_keys_are_centred_by_the_stored_mean():
     whole = core(q, k + 3, v)
     short = core(q[:, :, :20], (k + 3)[:, :, :20], v[:, :, :20])
     torch.testing.assert_close(short, whole[:, :, :20])
+    decoded, *_ = core.decoding_inputs(q, k + 3, core.scales()[1])
+    torch.testing.assert_close(decoded, k + 3 - core.center.stored.value[:, None])
 
 
 def test_sharpness_multiplies_the_match():
