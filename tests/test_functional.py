@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import lln
+from lln import functional
 from lln.ops import reference
+from lln.ops.linear.eager_varlen import _groups
 from tests.helpers import random_qkv, random_scales
 
 
@@ -244,6 +246,28 @@ def test_streaming_equals_the_whole():
     complete = lln.summarize(k, v, beta=2.0)
     torch.testing.assert_close(state.log_mass, complete.log_mass)
     torch.testing.assert_close(state.mean, complete.mean)
+
+
+def test_a_token_with_a_state_is_one_launch_unless_a_gradient_is_wanted(monkeypatch):
+    monkeypatch.setattr(functional.triton, "refuses", lambda call: None)
+    q, k, v = random_qkv(1, 2, 1)
+    state = lln.summarize(k, v, beta=1.0)
+    decodes = functional._decodes_in_one_launch
+    assert decodes(q, k, v, state, None) and decodes(q, k, v, state, "triton")
+    assert not decodes(q, k, v, None, None) and not decodes(q, k, v, state, "eager")
+    assert not decodes(*(x.repeat(1, 1, 2, 1) for x in (q, k, v)), state, None)
+    v.requires_grad_()
+    assert not decodes(q, k, v, state, None)
+    with torch.no_grad():
+        assert decodes(q, k, v, state, None)
+
+
+@pytest.mark.parametrize("positions_count, groups", [(False, "04 2 3"), (True, "0 2 3 4")])
+def test_packed_sequences_of_like_lengths_are_computed_together(positions_count, groups):
+    """Where positions count, not those with other numbers of keys than of queries."""
+    queries, keys = ([0, 5, 5, 12, 14, 18], [0, 4, 4, 12, 14, 18])
+    found = _groups(torch.tensor(queries), torch.tensor(keys), positions_count)
+    assert sorted("".join(map(str, group.members)) for group in found) == groups.split()
 
 
 def test_the_empty_state_is_the_identity_and_reads_as_zero():

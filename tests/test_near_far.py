@@ -185,6 +185,10 @@ WRONG = {
     "a negative overlap": ({"near": {"block": 4, "overlap": -1}}, "overlap=-1"),
     "negative sinks": ({"near": {"block": 4, "sinks": -1}}, "sinks=-1"),
     "an infinite level": ({**JOINT, "gamma": float("inf")}, "gamma=inf must be finite"),
+    "a level that is no number": (
+        {**JOINT, "gamma": torch.full((4,), torch.nan)},
+        "gamma=.*nan.* must be finite",
+    ),
     "a level of other heads": ({**JOINT, "gamma": torch.ones(3)}, r"gamma has shape \[3\]"),
     "a causal level": ({**JOINT, **SCALES, "is_causal": True}, "need gamma.*future leak"),
     "features without scales": ({"features": (Q, K)}, "need alpha and beta"),
@@ -225,3 +229,16 @@ def test_half_precision_is_rounded_once(dtype):
     out = lln.attention(q, k, v, gamma=0.0, **JOINT, **SCALES)
     assert out.dtype == dtype
     assert (out - exact).abs().max() <= 1.01 * (exact.to(dtype) - exact).abs().max() + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_in_half_precision_are_rounded_once(dtype):
+    """Those of keys in several windows are sums."""
+    near = {**SCALES, "near": lln.Near(4, overlap=6), "mix": 0.0}
+    half = [x.to(dtype).requires_grad_() for x in random_qkv(2, 2, 60)]
+    wide = [x.detach().double().requires_grad_() for x in half]
+    d_out = torch.randn(2, 2, 60, 8).to(dtype)
+    found = torch.autograd.grad(lln.attention(*half, **near), half, d_out)
+    exact = torch.autograd.grad(lln.attention(*wide, **near), wide, d_out.double())
+    for one, other in zip(found, exact, strict=True):
+        assert (one - other).abs().max() <= 1.01 * (other.to(dtype) - other).abs().max() + 1e-5

@@ -18,7 +18,8 @@ KERNELS = (
     f"{TRITON}/test_state.py {TRITON}/test_bidirectional.py"
 )
 FUSED = f"{TRITON}/test_fused_convolution.py"
-CONVOLUTION = "tests/ops/test_convolution.py tests/nn/test_conv.py tests/nn/test_examples.py"
+CONV = "tests/nn/test_conv.py"
+CONVOLUTION = f"tests/ops/test_convolution.py {CONV} tests/nn/test_examples.py"
 JOINT = "tests/ops/test_near_far.py tests/test_near_far.py"
 ROUTES = f"{TRITON}/test_devices.py {TRITON}/test_promise.py"
 BLOCKS = "tests/ops/test_fused_blocks.py"
@@ -38,12 +39,12 @@ TESTS = {
     "lln/ops/window/near_far.py": f"{JOINT} {OPS}",
     "lln/ops/linear/normalized_keys.py": "tests/test_normalized_keys.py",
     **{f"lln/ops/window/eager_{name}.py": JOINT for name in ("near", "far", "near_far")},
-    "lln/ops/taps/convolution.py": CONVOLUTION,
+    "lln/ops/taps/convolution.py": f"{CONVOLUTION} {TRITON}/test_convolution.py",
     "lln/ops/taps/eager_convolution.py": CONVOLUTION,
     "lln/ops/common/threads.py": "tests/ops/test_threads.py tests/ops/test_unwatched.py",
     "lln/ops/common/unwatched.py": "tests/ops/test_unwatched.py tests/ops/test_transforms.py",
     "lln/ops/reference.py": f"{JOINT} tests/ops/test_block_causal.py {OPS}",
-    "lln/ops/window/lln_diag.py": f"tests/nn/test_attention.py {BLOCKS} {OPS}",
+    "lln/ops/window/lln_diag.py": f"{CONV} tests/nn/test_attention.py {BLOCKS} {OPS}",
     "lln/ops/common/arguments.py": f"{OPS} {BLOCKS} {CALLS} {JOINT} tests/nn/test_multihead.py",
     "lln/ops/common/features.py": f"tests/ops/test_threads.py {OPS} {CALLS}",
     "lln/ops/common/registration.py": f"tests/ops/test_unwatched.py {TRANSFORMS} {OPS}",
@@ -55,7 +56,7 @@ TESTS = {
     "lln/ops/causal/eager_backward.py": TILES,
     "lln/ops/window/kernels/blocks": f"{TRITON}/test_lln_diag.py {TRITON}/test_registration.py",
     **{f"lln/ops/{family}/kernels": KERNELS for family in FAMILIES},
-    "lln/ops/triton.py": f"{ROUTES} {TRITON}/test_bidirectional.py",
+    "lln/ops/triton.py": f"{ROUTES} {TRITON}/test_registration.py",
     "lln/ops/common/kernels/tiles.py": f"{ROUTES} {TRITON}/test_bidirectional.py "
     f"{TRITON}/test_causal.py tests/nn/test_launches.py {TRITON}/test_wide_blocks.py",
     "lln/ops/common/kernels/launching.py": f"{TRITON}/test_launching.py {TRITON}/test_strides.py "
@@ -66,7 +67,8 @@ TESTS = {
     "lln/ops/causal/kernels/causal.py": f"{TRITON}/test_causal.py {TRITON}/test_prefill.py",
     "lln/ops/causal/kernels/launch.py": f"{TRITON}/test_causal.py {TRITON}/test_prefill.py",
     "lln/ops/window/kernels/blocks/block_diagonal.py": f"{TRITON}/test_lln_diag.py",
-    "lln/ops/window/kernels/blocks/lln_diag.py": f"{TRITON}/test_lln_diag.py {FUSED}",
+    "lln/ops/window/kernels/blocks/lln_diag.py": f"{TRITON}/test_lln_diag.py "
+    f"{TRITON}/test_registration.py {FUSED}",
     "lln/ops/window/kernels/blocks/launch.py": f"{TRITON}/test_lln_diag.py",
     "lln/ops/linear/kernels/varlen.py": f"{TRITON}/test_varlen.py",
     "lln/ops/linear/kernels/launch_packed.py": f"{TRITON}/test_varlen.py",
@@ -90,11 +92,12 @@ TESTS = {
     },
     "lln/nn/feature_maps.py": f"{MAPS} tests/test_saved_files.py {CORE}",
     "lln/nn/matching.py": f"{MAPS} {CORE}",
-    "lln/nn/stored.py": f"{MAPS} tests/nn/test_checkpointing.py tests/test_saved_files.py",
+    "lln/nn/stored.py": f"{MAPS} tests/nn/test_running.py tests/nn/test_checkpointing.py "
+    "tests/test_saved_files.py",
     "lln/nn/statistics.py": f"{CORE} {LAYER} tests/nn/test_decoder.py {MAPS}",
     "lln/nn/sharded.py": "tests/distributed/test_mesh.py",
     "lln/nn": f"{CORE} {LAYER} tests/nn/test_meta.py tests/nn/test_conv.py",
-    "lln_study/train/engine.py": TRAINING,
+    "lln_study/train/engine.py": f"{TRAINING} tests/lln_study/train/test_processes.py",
     "lln_study/train/loop.py": TRAINING,
     "lln_study/train/config.py": TRAINING,
     "lln_study/train/checkpoint.py": TRAINING,

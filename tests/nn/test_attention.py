@@ -220,6 +220,7 @@ def test_repr_shows_what_differs_from_the_defaults():
     assert "4, 8, near=16, dropout=0.1" in text
     assert "mix" not in text and "conv" not in text and "scale" not in text
     assert "scale=0.2" in repr(LLNAttention(4, 8, near=Near(16, scale=0.2)))
+    assert LLNAttention(4, 8).extra_repr() == "4, 8"
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,26 @@ def test_nothing_is_kept_without_a_folder():
     assert summary.steps == 12 and math.isfinite(summary.metrics["loss"])
 
 
+def test_the_speed_is_that_of_all_updates_but_the_first():
+    class Counted(Toy):
+        tokens = 5
+
+    summary = run(None, task=Counted)
+    assert summary.step_ms == pytest.approx(1e3 * summary.seconds / 11)
+    assert summary.tokens_per_second == pytest.approx(11 * 8 * 5 / summary.seconds)
+    assert run(None).tokens_per_second is None  # of a task without tokens
+
+
+def test_what_a_task_saves_is_part_of_its_checkpoints(tmp_path):
+    class Saving(Toy):
+        def save(self, model, folder):
+            (folder / "note.txt").write_text("a model")
+
+    run(tmp_path, task=Saving)
+    assert (tmp_path / "last" / "note.txt").read_text() == "a model"
+    assert "note.txt" in json.loads((tmp_path / "last" / "manifest.json").read_text())["files"]
+
+
 def test_half_precision_has_a_loss_scale(tmp_path):
     run(tmp_path, precision="fp16")
     rows = [row for row in read_rows(tmp_path / "curve.jsonl") if row["kind"] == "train"]

@@ -75,8 +75,10 @@ OPS = (
         "match",
     ),
     "measure",
-    *("bidirectional", "lln_diag"),  # without gradients
+    "bidirectional",
+    "lln_diag",
 )
+INFERENCE = ("decode", "standard_deviations", "match", "measure", "bidirectional", "lln_diag")
 
 
 def operator(name: str) -> torch._ops.OpOverload:
@@ -100,6 +102,19 @@ def test_fake_results_look_like_real_ones(name, device):
     fake = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in given]
     real, found = (tree_leaves(operator(name)(*x)) for x in (given, fake))
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in real]
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if name not in INFERENCE])
+def test_gradients_of_fake_tensors_have_the_shapes_of_what_they_are_of(name):
+    """torch compares them."""
+    given = [
+        x.detach().to("meta").requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+        for x in arguments(name, "cpu")
+    ]
+    wanted = [x for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.requires_grad]
+    out = tree_leaves(operator(name)(*given))[0]
+    for leaf, found in zip(wanted, torch.autograd.grad(out.sum(), wanted), strict=True):
+        assert (found.shape, found.dtype) == (leaf.shape, leaf.dtype)
 
 
 def test_every_operator_is_checked():
@@ -145,6 +160,30 @@ def test_refusals_say_why(monkeypatch):
     assert "not causal" in kernels.refuses(call("varlen", is_causal=True))
     assert "diagonal branch" in kernels.refuses(call("varlen", block=16))
     assert kernels.refuses(call("varlen")) is None
+
+
+@pytest.mark.parametrize("width", [16, 32, 48, 64, 80, 96, 128, 256])
+def test_widths_of_heads_that_the_kernels_take(width, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert kernels.refuses(call("bidirectional", width=width)) is None
+    assert f"D={width + 1}" in kernels.refuses(call("bidirectional", width=width + 1))
+
+
+def step(d=16, e=16, slots=16, **changes):
+    """What a step of decoding is asked about: one query of three heads."""
+    q, v, k = (torch.empty(1, 3, 1, width) for width in (d, e, slots))
+    memory = {"mean": torch.empty(1, 3, slots, e), "log_mass": torch.empty(1, 3, slots)}
+    return kernels.refuses_next_token(q, v, k, {**memory, **changes})
+
+
+def test_refusals_of_a_step_of_decoding_say_why(monkeypatch):
+    assert "CUDA" in step()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert step() is step(d=256) is step(e=128, slots=256) is None
+    assert "states must be float32" in step(mean=torch.empty(1, 3, 16, 16).double())
+    for sizes in ({"d": 512}, {"e": 256, "slots": 256}, {"e": 1024, "slots": 64}):
+        assert "more than a program of a step holds" in step(**sizes)
+    assert "not contiguous" in step(log_mass=torch.empty(1, 16, 3).mT)
 
 
 @pytest.mark.parametrize("op", ["lln_diag", "block_diagonal"])
