@@ -249,9 +249,9 @@ def test_streaming_equals_the_whole():
 
 
 def test_a_token_with_a_state_is_one_launch_unless_a_gradient_is_wanted(monkeypatch):
-    monkeypatch.setattr(functional.triton, "refuses", lambda call: None)
     q, k, v = random_qkv(1, 2, 1)
     state = lln.summarize(k, v, beta=1.0)
+    monkeypatch.setattr(functional.triton, "refuses", lambda call: None)
     decodes = functional._decodes_in_one_launch
     assert decodes(q, k, v, state, None) and decodes(q, k, v, state, "triton")
     assert not decodes(q, k, v, None, None) and not decodes(q, k, v, state, "eager")

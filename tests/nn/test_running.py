@@ -126,9 +126,9 @@ def test_half_precision_module_keeps_averaging():
     torch.testing.assert_close(core.statistics.variances[1], expected, rtol=0.15, atol=0)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_reset_it_begins_again(causal):
-    used, fresh = running(causal=causal), running(causal=causal)
+@pytest.mark.parametrize("options", [{}, {"causal": True, "center_keys": True}], ids=str)
+def test_reset_it_begins_again(options):
+    used, fresh = running(**options), running(**options)
     for step in range(12):
         used(*qkv(2, 2, 9, 4, seed=step))
     used.reset_parameters()
