@@ -344,3 +344,9 @@ def test_features_of_their_own_reach_the_average_too():
     torch.testing.assert_close(
         out, reference.lln_diag(**given, block=16, scale=0.4, mix=mix), rtol=1e-9, atol=1e-9
     )
+
+
+def test_attention_is_causal_only_if_told():
+    given = tensors(40)
+    expected = reference.near_far(**given, block=16, scale=0.4)
+    torch.testing.assert_close(near_far(**given, near=Near(16, scale=0.4), impl="eager"), expected)

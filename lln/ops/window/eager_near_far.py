@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lln.ops.common.arguments import hide
-from lln.ops.linear.eager_state import read_op, summarize_op
+from lln.ops.linear.eager_state import summarize_op
 from lln.ops.window.eager_far import far_op
 from lln.ops.window.eager_near import near_backward, near_op
 
@@ -165,19 +165,3 @@ def near_share(near: Tensor, far: Tensor, gamma: Tensor) -> Tensor:
     gap = near.masked_fill(nothing_near, 0) - far.masked_fill(nothing_far, 0) - gamma[..., None]
     share = torch.sigmoid(gap).masked_fill(nothing_far, 1)
     return share.masked_fill(nothing_near, 0)
-
-
-def read_with_normaliser(
-    q: Tensor, alpha: Tensor, log_mass: Tensor, mean: Tensor, slot_dropout: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """What queries get from a state, in its dtype, and ℓ_i = logsumexp_l(α q_il + L_l)."""
-    out = read_op(q, alpha, log_mass, mean, slot_dropout, True)
-    return out, _normaliser(q, alpha, log_mass, mean.dtype)
-
-
-def _normaliser(q: Tensor, alpha: Tensor, log_mass: Tensor, dtype: torch.dtype) -> Tensor:
-    """ℓ_i = logsumexp_l(α q_il + L_l)."""
-    level = log_mass.repeat_interleave(q.shape[1] // log_mass.shape[1], dim=1)[:, :, None, :]
-    empty = (level == -torch.inf).all(-1)
-    scores = q.to(dtype) * alpha[..., None, None] + level.masked_fill(empty[..., None], 0)
-    return torch.logsumexp(scores, dim=-1).masked_fill(empty, -torch.inf)
