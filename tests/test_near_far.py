@@ -158,6 +158,8 @@ def test_a_number_is_the_weight_of_lln():
         out = lln.attention(q, k, v, near=16, mix=weight, **SCALES, impl=impl)
         expected = torch.lerp(local, linear, weight[:, None, None])
         torch.testing.assert_close(out, expected)
+        out = lln.attention(q, k, v, near=16, mix=0.3, **SCALES, impl=impl)
+        torch.testing.assert_close(out, torch.lerp(local, linear, 0.3), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -12,10 +12,10 @@ OPS = "tests/test_bad_input.py tests/ops/test_against_reference.py tests/ops/tes
 CALLS = "tests/test_functional.py tests/test_properties.py"
 TILES = f"tests/ops/test_causal_tiles.py {OPS} {CALLS}"
 TRITON = "tests/ops/triton"
+REGISTERED = f"{TRITON}/test_registration.py"
 FAMILIES = ("common", "linear", "causal", "window", "taps", "moments")
 KERNELS = (
-    f"{TRITON}/test_registration.py {TRITON}/test_bounds.py "
-    f"{TRITON}/test_state.py {TRITON}/test_bidirectional.py"
+    f"{REGISTERED} {TRITON}/test_bounds.py {TRITON}/test_state.py {TRITON}/test_bidirectional.py"
 )
 FUSED = f"{TRITON}/test_fused_convolution.py"
 CONV = "tests/nn/test_conv.py"
@@ -24,6 +24,7 @@ JOINT = "tests/ops/test_near_far.py tests/test_near_far.py"
 ROUTES = f"{TRITON}/test_devices.py {TRITON}/test_promise.py"
 BLOCKS = "tests/ops/test_fused_blocks.py"
 TRANSFORMS = "tests/ops/test_derivatives.py tests/ops/test_transforms.py"
+ONNX = "tests/onnx/test_cores.py"
 CORE = "tests/nn/test_attention.py tests/nn/test_running.py tests/nn/test_dropout.py"
 MAPS = "tests/nn/test_near_far.py tests/nn/test_maps_of_others.py tests/nn/test_examples.py"
 LAYER = "tests/nn/test_multihead.py tests/nn/test_transformer_layers.py"
@@ -33,10 +34,17 @@ ENGINE = "tests/lln_study/train/test_engine.py tests/lln_study/train/test_loop.p
 TRAINING = f"{ENGINE} tests/lln_study/train/test_resume.py"
 # A file or folder -> its tests; the longest match counts.
 TESTS = {
-    "lln/functional.py": f"{CALLS} tests/test_bad_input.py",
+    "lln/functional.py": f"{CALLS} tests/test_bad_input.py tests/test_near_far.py "
+    "tests/test_block_causal.py",
     "lln/ops": f"{OPS} {CALLS}",
     "lln/ops/window/near.py": f"tests/test_near_far.py {OPS}",
     "lln/ops/window/near_far.py": f"{JOINT} {OPS}",
+    "lln/ops/eager.py": f"{BLOCKS} {JOINT} tests/nn/test_dropout.py tests/ops/test_block_causal.py "
+    f"tests/ops/test_transforms.py {CALLS}",
+    "lln/ops/linear/varlen.py": f"{CALLS} tests/test_bad_input.py tests/test_near_far.py",
+    "lln/ops/linear/eager_varlen.py": f"{CALLS} tests/test_near_far.py",
+    **{f"lln/ops/{family}/onnx.py": ONNX for family in ("linear", "causal", "window")},
+    "lln/ops/common/onnx": ONNX,
     "lln/ops/linear/normalized_keys.py": "tests/test_normalized_keys.py",
     **{f"lln/ops/window/eager_{name}.py": JOINT for name in ("near", "far", "near_far")},
     "lln/ops/taps/convolution.py": f"{CONVOLUTION} {TRITON}/test_convolution.py",
@@ -54,9 +62,9 @@ TESTS = {
     "lln/ops/causal/segments.py": TILES,
     "lln/ops/causal/eager_causal.py": TILES,
     "lln/ops/causal/eager_backward.py": TILES,
-    "lln/ops/window/kernels/blocks": f"{TRITON}/test_lln_diag.py {TRITON}/test_registration.py",
+    "lln/ops/window/kernels/blocks": f"{TRITON}/test_lln_diag.py {REGISTERED}",
     **{f"lln/ops/{family}/kernels": KERNELS for family in FAMILIES},
-    "lln/ops/triton.py": f"{ROUTES} {TRITON}/test_registration.py",
+    "lln/ops/triton.py": f"{ROUTES} {REGISTERED}",
     "lln/ops/common/kernels/tiles.py": f"{ROUTES} {TRITON}/test_bidirectional.py "
     f"{TRITON}/test_causal.py tests/nn/test_launches.py {TRITON}/test_wide_blocks.py",
     "lln/ops/common/kernels/launching.py": f"{TRITON}/test_launching.py {TRITON}/test_strides.py "
@@ -64,13 +72,12 @@ TESTS = {
     "lln/ops/window/kernels/joint": f"{TRITON}/test_joint.py {TRITON}/test_next_token.py",
     "lln/ops/window/kernels/blocks/wide_launch.py": f"{TRITON}/test_wide_blocks.py",
     "lln/ops/taps/kernels/convolution.py": f"{TRITON}/test_convolution.py {FUSED}",
-    "lln/ops/causal/kernels/causal.py": f"{TRITON}/test_causal.py {TRITON}/test_prefill.py",
+    "lln/ops/causal/kernels/causal.py": f"{TRITON}/test_causal.py {REGISTERED}",
     "lln/ops/causal/kernels/launch.py": f"{TRITON}/test_causal.py {TRITON}/test_prefill.py",
-    "lln/ops/window/kernels/blocks/block_diagonal.py": f"{TRITON}/test_lln_diag.py",
-    "lln/ops/window/kernels/blocks/lln_diag.py": f"{TRITON}/test_lln_diag.py "
-    f"{TRITON}/test_registration.py {FUSED}",
+    "lln/ops/window/kernels/blocks/block_diagonal.py": f"{TRITON}/test_lln_diag.py {REGISTERED}",
+    "lln/ops/window/kernels/blocks/lln_diag.py": f"{TRITON}/test_lln_diag.py {REGISTERED} {FUSED}",
     "lln/ops/window/kernels/blocks/launch.py": f"{TRITON}/test_lln_diag.py",
-    "lln/ops/linear/kernels/varlen.py": f"{TRITON}/test_varlen.py",
+    "lln/ops/linear/kernels/varlen.py": f"{TRITON}/test_varlen.py {REGISTERED}",
     "lln/ops/linear/kernels/launch_packed.py": f"{TRITON}/test_varlen.py",
     "lln/ops/linear/kernels/decode.py": f"{TRITON}/test_decode.py {TRITON}/test_prefill.py",
     "lln/ops/moments/kernels/statistics.py": f"{TRITON}/test_statistics.py",
@@ -82,7 +89,7 @@ TESTS = {
     },
     "lln/moments/curves.py": f"{MOMENTS}/test_curves.py {MOMENTS}/test_matching.py",
     "lln/moments/tabulate.py": f"{MOMENTS}/test_curves.py",
-    "lln/moments/matching.py": f"{MOMENTS}/test_matching.py {MOMENTS}/test_statistics.py",
+    "lln/moments/matching.py": f"{MOMENTS}/test_matching.py {TRITON}/test_matching.py",
     "lln/moments/statistics.py": f"{MOMENTS}/test_statistics.py {MOMENTS}/test_calibration.py",
     **{f"lln/moments/{name}.py": LEVELS for name in ("levels", "output_levels", "rows")},
     "lln/nn/presets.py": "tests/test_names.py",

@@ -15,7 +15,7 @@ from lln.ops.window import lln_diag as lln_diag_op
 from lln.ops.window import near_far as near_far_op
 from lln.ops.window.eager_far import far_backward, far_op
 from lln.ops.window.eager_near import near_backward, near_op
-from lln.ops.window.eager_near_far import near_share
+from lln.ops.window.eager_near_far import far_mask, near_share, sink_positions
 from tests.helpers import assert_matches, random_qkv, random_scales, run_with_grads, windowed
 
 near_far = windowed(near_far_op.near_far)
@@ -331,6 +331,16 @@ def test_windows_and_their_gradient_are_adjoint(block, overlap):
     back = torch.zeros_like(x)
     grid.add_windows_(back, y)
     torch.testing.assert_close((grid.windows(x) * y).sum(), (x * back).sum())
+
+
+def test_sinks_are_never_far():
+    k, mask = torch.randn(2, 1, 5, 4), torch.tensor([[1, 1, 1, 1, 0], [0, 1, 0, 1, 1]]).bool()
+    assert far_mask(k, None, mask) is far_mask(k, torch.empty(2, 0).long(), mask) is mask
+    assert far_mask(k, None, None) is None
+    first = far_mask(k, sink_positions(k, 2, None), None)
+    assert first.tolist() == [[False, False, True, True, True]] * 2
+    valid = far_mask(k, sink_positions(k, 2, mask), mask)
+    assert valid.int().tolist() == [[0, 0, 1, 1, 0], [0, 0, 0, 0, 1]]
 
 
 def test_features_of_their_own_reach_the_average_too():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
+import time
 
 import pytest
 import torch
@@ -198,10 +200,53 @@ def test_the_speed_is_that_of_all_updates_but_the_first():
     class Counted(Toy):
         tokens = 5
 
+    begin = time.perf_counter()
     summary = run(None, task=Counted)
+    assert 0 < summary.seconds + summary.first_seconds <= time.perf_counter() - begin
     assert summary.step_ms == pytest.approx(1e3 * summary.seconds / 11)
     assert summary.tokens_per_second == pytest.approx(11 * 8 * 5 / summary.seconds)
     assert run(None).tokens_per_second is None  # of a task without tokens
+
+
+class Fingerprint(Toy):
+    """Its test is a number that tells weights apart; given losses say which step is best."""
+
+    keeps_best, losses = True, (3.0, 1.0, 2.0, 2.5)
+    seen = ()
+
+    def prepare(self, device):
+        assert device.type == "cpu"
+        self.seen = []
+
+    def evaluate(self, model, split):
+        print_of = {"loss": sum(x.double().sum().item() for x in model.parameters())}
+        if split == "test":
+            return print_of
+        self.seen.append(print_of)
+        return {"loss": self.losses[len(self.seen) - 1]}
+
+
+@pytest.mark.parametrize(
+    "losses, best", [((3.0, 1.0, 2.0, 2.5), 1), ((3.0, 2.0, 2.0, 1.0), 3), ((math.nan,) * 4, 3)]
+)
+def test_the_last_weights_are_tested_and_the_best_if_asked(losses, best):
+    config = toy_config(save_every=0)
+    task = Fingerprint(config)
+    task.losses = losses
+    summary = train(task, config, None, test=True, tensorboard=False)
+    assert len(task.seen) == 4 and summary.test == task.seen[-1]
+    assert summary.test_best() == task.seen[best]
+
+
+def test_a_loss_scale_is_continued(tmp_path):
+    options = {"task": Sometimes, "precision": "fp16"}
+    run(tmp_path, **options)
+    rows = read_rows(tmp_path / "curve.jsonl")
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000012")
+    run(tmp_path, **options)
+    again = read_rows(tmp_path / "curve.jsonl")
+    first, other = ([row.get("loss_scale") for row in found] for found in (rows, again))
+    assert first == other and len({scale for scale in first if scale}) > 2
 
 
 def test_what_a_task_saves_is_part_of_its_checkpoints(tmp_path):

@@ -70,6 +70,8 @@ SHAPES = [  # op, dtype, D, E, options, the KiB of those that take it
     ("causal", F32, 128, 64, {}, (163, 227)),
     ("lln_diag", BF16, 64, 64, {"block": 128}, (99, 163, 227)),
     ("lln_diag", BF16, 128, 128, {"block": 64}, (163, 227)),
+    ("lln_diag", BF16, 128, 16, {"block": 64}, (163, 227)),
+    ("lln_diag", BF16, 16, 128, {"block": 64}, (163, 227)),
     ("lln_diag", F32, 32, 32, {"block": 32}, (99, 163, 227)),
     ("lln_diag", F32, 64, 64, {"block": 32}, (163, 227)),
     ("near", F32, 128, 128, {"block": 64}, (99, 163, 227)),

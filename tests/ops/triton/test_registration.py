@@ -169,6 +169,26 @@ def test_widths_of_heads_that_the_kernels_take(width, monkeypatch):
     assert f"D={width + 1}" in kernels.refuses(call("bidirectional", width=width + 1))
 
 
+def test_what_kernels_do_not_know_is_refused_by_them_too():
+    q, k, v, alpha, beta, cu = (*tensors("cpu", Q, K, K, ALPHA, BETA), torch.tensor([0, 20]))
+    scales, drop = {"alpha": alpha, "beta": beta}, torch.ones(Q)
+    for op in (kernels.bidirectional, kernels.causal):
+        with pytest.raises(ValueError, match="slot_dropout is not supported"):
+            op(q, k, v, **scales, slot_dropout=drop)
+    with pytest.raises(ValueError, match="slot_dropout is not supported"):
+        kernels.read(q, torch.zeros(BETA), torch.zeros(K), alpha=alpha, slot_dropout=drop)
+    blocks = {"block": 16, "scale": 0.2}
+    for op, given in ((kernels.lln_diag, scales), (kernels.block_diagonal, {})):
+        with pytest.raises(ValueError, match="dropout is not supported"):
+            op(q, k, v, **given, **blocks, probability_dropout=drop)
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    for options in ({"is_causal": True}, blocks):
+        with pytest.raises(ValueError, match="is_causal and block are not supported"):
+            kernels.varlen(*packed, cu, cu, **scales, **options)
+    with pytest.raises(AttributeError, match="has no op 'softmax'; it has bidirectional"):
+        kernels.softmax  # noqa: B018
+
+
 def step(d=16, e=16, slots=16, **changes):
     """What a step of decoding is asked about: one query of three heads."""
     q, v, k = (torch.empty(1, 3, 1, width) for width in (d, e, slots))
