@@ -157,8 +157,9 @@ def test_gradients_of_packed_sequences_are_those_of_each_by_itself(is_causal, ne
     q = torch.randn(23, 4, 8, dtype=dtype, requires_grad=True)
     k, v = (torch.randn(23, 2, 8, dtype=dtype, requires_grad=True) for _ in range(2))
     wide = torch.promote_types(dtype, torch.float32)
-    alpha, beta = (x.to(wide).requires_grad_() for x in random_scales(4, 4, 2))
-    cu_q, cu_k = torch.tensor([0, 5, 5, 16, 23]), torch.tensor([0, 9, 9, 16, 23])
+    alpha, beta = (x.to(wide).requires_grad_() for x in random_scales(5, 4, 2))
+    # all but the empty one of like lengths, two with other numbers of keys than of queries
+    cu_q, cu_k = torch.tensor([0, 5, 5, 11, 16, 23]), torch.tensor([0, 7, 7, 11, 16, 23])
     options = {"is_causal": is_causal, "near": near}
     packed = lln.attention_varlen(q, k, v, cu_q, cu_k, alpha=alpha, beta=beta, **options)
     alone = torch.cat(
@@ -171,7 +172,7 @@ def test_gradients_of_packed_sequences_are_those_of_each_by_itself(is_causal, ne
                 beta=beta[s : s + 1],
                 **options,
             )[0].transpose(0, 1)
-            for s in range(4)
+            for s in range(5)
         ]
     )
     torch.testing.assert_close(packed, alone)

@@ -174,6 +174,14 @@ def test_features_of_ones_own(is_causal):
     out = lln.attention(q, k, v, gamma=gamma, **features, **JOINT, **SCALES)
     expected = definition(q, k, v, gamma, features=far, is_causal=is_causal)
     torch.testing.assert_close(out, expected)
+    if not is_causal:
+        ones = torch.ones(2, 4).double()
+        scales = {"alpha": SCALES["alpha"] * ones, "beta": SCALES["beta"] * ones[:, :2]}
+        gamma = match_level(q, k, q_far=far[0], k_far=far[1], **JOINT, **scales)
+        measured = lln.attention(q, k, v, **features, **JOINT, **SCALES)
+        torch.testing.assert_close(
+            measured, lln.attention(q, k, v, gamma=gamma, **features, **JOINT, **SCALES)
+        )
 
 
 Q, K, V = random_qkv(2, 4, 20, key_heads=2, dtype=torch.float32)

@@ -37,7 +37,8 @@ TESTS = {
     "lln/functional.py": f"{CALLS} tests/test_bad_input.py tests/test_near_far.py "
     "tests/test_block_causal.py",
     "lln/ops": f"{OPS} {CALLS}",
-    "lln/ops/window/near.py": f"tests/test_near_far.py {OPS}",
+    "lln/ops/window/near.py": f"tests/ops/test_near.py tests/test_near_far.py "
+    f"tests/test_block_causal.py {OPS}",
     "lln/ops/window/near_far.py": f"{JOINT} {OPS}",
     "lln/ops/eager.py": f"{BLOCKS} {JOINT} tests/nn/test_dropout.py tests/ops/test_block_causal.py "
     f"tests/ops/test_transforms.py {CALLS}",
@@ -53,7 +54,8 @@ TESTS = {
     "lln/ops/common/unwatched.py": "tests/ops/test_unwatched.py tests/ops/test_transforms.py",
     "lln/ops/reference.py": f"{JOINT} tests/ops/test_block_causal.py {OPS}",
     "lln/ops/window/lln_diag.py": f"{CONV} tests/nn/test_attention.py {BLOCKS} {OPS}",
-    "lln/ops/common/arguments.py": f"{OPS} {BLOCKS} {CALLS} {JOINT} tests/nn/test_multihead.py",
+    "lln/ops/common/arguments.py": f"{OPS} {BLOCKS} {CALLS} {JOINT} "
+    f"tests/nn/test_multihead.py {MOMENTS}/test_features.py",
     "lln/ops/common/features.py": f"tests/ops/test_threads.py {OPS} {CALLS}",
     "lln/ops/common/registration.py": f"tests/ops/test_unwatched.py {TRANSFORMS} {OPS}",
     "lln/ops/window/fused_blocks.py": f"{BLOCKS} {OPS}",
@@ -75,6 +77,7 @@ TESTS = {
     "lln/ops/causal/kernels/causal.py": f"{TRITON}/test_causal.py {REGISTERED}",
     "lln/ops/causal/kernels/launch.py": f"{TRITON}/test_causal.py {TRITON}/test_prefill.py",
     "lln/ops/window/kernels/blocks/block_diagonal.py": f"{TRITON}/test_lln_diag.py {REGISTERED}",
+    "lln/ops/window/kernels/blocks/causal_average.py": f"{TRITON}/test_causal.py {REGISTERED}",
     "lln/ops/window/kernels/blocks/lln_diag.py": f"{TRITON}/test_lln_diag.py {REGISTERED} {FUSED}",
     "lln/ops/window/kernels/blocks/launch.py": f"{TRITON}/test_lln_diag.py",
     "lln/ops/linear/kernels/varlen.py": f"{TRITON}/test_varlen.py {REGISTERED}",
@@ -94,7 +97,8 @@ TESTS = {
     **{f"lln/moments/{name}.py": LEVELS for name in ("levels", "output_levels", "rows")},
     "lln/nn/presets.py": "tests/test_names.py",
     **{
-        f"lln/nn/{name}.py": f"tests/nn/test_near_far.py tests/nn/test_rows.py {CORE} {LAYER}"
+        f"lln/nn/{name}.py": f"tests/nn/test_near_far.py tests/nn/test_rows.py "
+        f"tests/nn/test_block_causal.py {CORE} {LAYER}"
         for name in ("attention", "branches", "draw", "levels", "rows")
     },
     "lln/nn/feature_maps.py": f"{MAPS} tests/test_saved_files.py {CORE}",

@@ -83,12 +83,15 @@ def test_half_precision_is_computed_in_float32_under_autocast_too():
 
 
 def test_what_torch_has_no_kernel_for_goes_the_other_way(monkeypatch):
+    q, k, v = (x.detach() for x in inputs(48, 48))
+    options = {"block": 16, "scale": 0.3}
+    expected = eager.near(q, k, v, **options)
+    torch.testing.assert_close(eager.block_diagonal(q, k, v, **options), expected)
+
     def never(*_, **__):
         raise AssertionError("not for these")
 
     monkeypatch.setattr(fused_blocks, "attend_in_blocks", never)
-    q, k, v = (x.detach() for x in inputs(48, 48))
-    options = {"block": 16, "scale": 0.3}
     drop = torch.ones(2, 4, 48, 16, dtype=q.dtype)
     eager.block_diagonal(q, k, v, probability_dropout=drop, **options)
     eager.block_diagonal(q, k, v[..., :5], **options)  # values of another width

@@ -333,6 +333,15 @@ def test_windows_and_their_gradient_are_adjoint(block, overlap):
     torch.testing.assert_close((grid.windows(x) * y).sum(), (x * back).sum())
 
 
+@pytest.mark.parametrize("window", [{}, {"overlap": 3}, {"overlap": 3, "sinks": 2}], ids=str)
+@causality
+def test_near_keys_alone(window, is_causal):
+    q, k, v = (tensors(40)[name] for name in "qkv")
+    near = Near(16, **window, scale=0.4)
+    expected = reference.near(q, k, v, block=16, **window, scale=0.4, is_causal=is_causal)
+    torch.testing.assert_close(near_far_op.near(q, k, v, near=near, is_causal=is_causal), expected)
+
+
 def test_sinks_are_never_far():
     k, mask = torch.randn(2, 1, 5, 4), torch.tensor([[1, 1, 1, 1, 0], [0, 1, 0, 1, 1]]).bool()
     assert far_mask(k, None, mask) is far_mask(k, torch.empty(2, 0).long(), mask) is mask
