@@ -196,11 +196,19 @@ def test_nothing_is_kept_without_a_folder():
     assert summary.steps == 12 and math.isfinite(summary.metrics["loss"])
 
 
-def test_the_speed_is_that_of_all_updates_but_the_first():
+def test_the_speed_is_that_of_all_updates_but_the_first(tmp_path):
     class Counted(Toy):
         tokens = 5
 
-    summary = run(None, task=Counted)
+    summary = run(tmp_path, task=Counted)
+    rows = read_rows(tmp_path / "curve.jsonl")
+    assert all(row["tokens"] == row["step"] * 8 * 5 for row in rows)
+    seconds = [row["seconds"] for row in rows]
+    assert seconds == sorted(seconds) and seconds[-1] <= summary.seconds + 1e-3
+    for row in rows:
+        if row["kind"] == "train":
+            assert row["learning_rate"] == toy_config().rate(row["step"] - 1)
+            assert row["gradient_norm"] > 0 and row["loss_scale"] is None
     assert summary.step_ms == pytest.approx(1e3 * summary.seconds / 11)
     assert summary.tokens_per_second == pytest.approx(11 * 8 * 5 / summary.seconds)
     assert run(None).tokens_per_second is None  # of a task without tokens
@@ -209,8 +217,7 @@ def test_the_speed_is_that_of_all_updates_but_the_first():
 class Fingerprint(Toy):
     """Its test is a number that tells weights apart; given losses say which step is best."""
 
-    keeps_best, losses = True, (3.0, 1.0, 2.0, 2.5)
-    seen = ()
+    losses, seen = (), ()
 
     def prepare(self, device):
         assert device.type == "cpu"
@@ -224,16 +231,28 @@ class Fingerprint(Toy):
         return {"loss": self.losses[len(self.seen) - 1]}
 
 
+@pytest.mark.parametrize("in_memory", [False, True])
 @pytest.mark.parametrize(
-    "losses, best", [((3.0, 1.0, 2.0, 2.5), 1), ((3.0, 2.0, 2.0, 1.0), 3), ((math.nan,) * 4, 3)]
+    "losses, better, best",
+    [
+        ((3.0, 1.0, 2.0, 2.5), "lower", 1),
+        ((3.0, 2.0, 2.0, 1.0), "lower", 3),
+        ((3.0, 1.0, 2.0, 2.5), "higher", 0),  # before the first update
+        ((1.0, 2.5, 2.5, 2.0), "higher", 1),
+        ((math.nan,) * 4, "lower", None),
+    ],
 )
-def test_the_last_weights_are_tested_and_the_best_if_asked(losses, best):
-    config = toy_config(save_every=0)
+def test_the_last_weights_are_tested_and_the_best_if_asked(
+    losses, better, best, in_memory, tmp_path
+):
+    config = toy_config(save_every=0 if in_memory else 100)
     task = Fingerprint(config)
-    task.losses = losses
-    summary = train(task, config, None, test=True, tensorboard=False)
+    task.losses, task.better, task.keeps_best = losses, better, in_memory
+    folder = None if in_memory else tmp_path
+    summary = train(task, config, folder, test=True, tensorboard=False)
     assert len(task.seen) == 4 and summary.test == task.seen[-1]
-    assert summary.test_best() == task.seen[best]
+    assert summary.best == (None if best is None else (losses[best], 4 * best))
+    assert summary.test_best() == task.seen[-1 if best is None else best]
 
 
 def test_a_loss_scale_is_continued(tmp_path):
