@@ -98,7 +98,7 @@ TESTS = {
     "lln/nn/presets.py": "tests/test_names.py",
     **{
         f"lln/nn/{name}.py": f"tests/nn/test_near_far.py tests/nn/test_rows.py "
-        f"tests/nn/test_block_causal.py {CORE} {LAYER}"
+        f"tests/nn/test_block_causal.py tests/nn/test_decoder.py {CORE} {LAYER}"
         for name in ("attention", "branches", "draw", "levels", "rows")
     },
     "lln/nn/feature_maps.py": f"{MAPS} tests/test_saved_files.py {CORE}",
@@ -106,7 +106,7 @@ TESTS = {
     "lln/nn/stored.py": f"{MAPS} tests/nn/test_running.py tests/nn/test_checkpointing.py "
     "tests/test_saved_files.py",
     "lln/nn/statistics.py": f"{CORE} {LAYER} tests/nn/test_decoder.py {MAPS}",
-    "lln/nn/sharded.py": "tests/distributed/test_mesh.py",
+    "lln/nn/sharded.py": "tests/nn/test_sharded.py tests/distributed/test_mesh.py",
     "lln/nn": f"{CORE} {LAYER} tests/nn/test_meta.py tests/nn/test_conv.py",
     "lln_study/train/engine.py": f"{TRAINING} tests/lln_study/train/test_processes.py",
     "lln_study/train/loop.py": TRAINING,

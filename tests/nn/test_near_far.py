@@ -113,6 +113,9 @@ def test_the_identity_map_is_no_map_bit_for_bit(mix):
 def test_a_state_dict_without_far_keys_has_no_entry_for_them():
     names = set(LLNAttention(4, 8, near=16, statistics="running", mix="learned").state_dict())
     assert names == {"mix_logit", "statistics.variances", "statistics.batches"}
+    running = module(statistics="running", center_keys=True, **JOINT)
+    kept = {name.rsplit(".", 1)[1] for name in running.state_dict()}
+    assert kept == {"variances", "batches", "value"}  # not the runs of a step
 
 
 @pytest.mark.parametrize("kind, slots", [("signs", 16), ("rotations", 24), ("learned", 11)])

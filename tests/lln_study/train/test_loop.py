@@ -255,6 +255,16 @@ def test_the_last_weights_are_tested_and_the_best_if_asked(
     assert summary.test_best() == task.seen[-1 if best is None else best]
 
 
+def test_a_best_checkpoint_that_is_gone_is_named(tmp_path):
+    config = toy_config(save_every=100)
+    task = Fingerprint(config)
+    task.losses = (3.0, 1.0, 2.0, 2.5)
+    summary = train(task, config, tmp_path, tensorboard=False)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")
+    with pytest.raises(ValueError, match="no checkpoint of step 4, the best on validation"):
+        summary.test_best()
+
+
 def test_a_loss_scale_is_continued(tmp_path):
     options = {"task": Sometimes, "precision": "fp16"}
     run(tmp_path, **options)
