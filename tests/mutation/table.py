@@ -28,15 +28,16 @@ ONNX = "tests/onnx/test_cores.py"
 CORE = "tests/nn/test_attention.py tests/nn/test_running.py tests/nn/test_dropout.py"
 MAPS = "tests/nn/test_near_far.py tests/nn/test_maps_of_others.py tests/nn/test_examples.py"
 LAYER = "tests/nn/test_multihead.py tests/nn/test_transformer_layers.py"
-MOMENTS = "tests/moments"
-LEVELS = f"{MOMENTS}/test_output_levels.py {MOMENTS}/test_features.py tests/test_near_far.py"
 ENGINE = "tests/lln_study/train/test_engine.py tests/lln_study/train/test_loop.py"
 TRAINING = f"{ENGINE} tests/lln_study/train/test_resume.py"
+MOMENTS = "tests/moments"
+LEVELS = f"{MOMENTS}/test_output_levels.py {MOMENTS}/test_features.py tests/test_near_far.py"
 # A file or folder -> its tests; the longest match counts.
 TESTS = {
     "lln/functional.py": f"{CALLS} tests/test_bad_input.py tests/test_near_far.py "
     "tests/test_block_causal.py",
     "lln/ops": f"{OPS} {CALLS}",
+    "lln/ops/window/fields.py": f"{LEVELS} tests/nn/test_rows.py {JOINT}",
     "lln/ops/window/near.py": f"tests/ops/test_near.py tests/test_near_far.py "
     f"tests/test_block_causal.py {OPS}",
     "lln/ops/window/near_far.py": f"{JOINT} {OPS}",
@@ -57,6 +58,7 @@ TESTS = {
     "lln/ops/common/arguments.py": f"{OPS} {BLOCKS} {CALLS} {JOINT} "
     f"tests/nn/test_multihead.py {MOMENTS}/test_features.py",
     "lln/ops/common/features.py": f"tests/ops/test_threads.py {OPS} {CALLS}",
+    "lln/ops/common/parts.py": f"{JOINT} {OPS} {CALLS}",
     "lln/ops/common/registration.py": f"tests/ops/test_unwatched.py {TRANSFORMS} {OPS}",
     "lln/ops/window/fused_blocks.py": f"{BLOCKS} {OPS}",
     "lln/ops/causal/square.py": TILES,
@@ -67,7 +69,7 @@ TESTS = {
     "lln/ops/window/kernels/blocks": f"{TRITON}/test_lln_diag.py {REGISTERED}",
     **{f"lln/ops/{family}/kernels": KERNELS for family in FAMILIES},
     "lln/ops/triton.py": f"{ROUTES} {REGISTERED}",
-    "lln/ops/common/kernels/tiles.py": f"{ROUTES} {TRITON}/test_bidirectional.py "
+    "lln/ops/common/kernels/tiles.py": f"{ROUTES} {REGISTERED} {TRITON}/test_bidirectional.py "
     f"{TRITON}/test_causal.py tests/nn/test_launches.py {TRITON}/test_wide_blocks.py",
     "lln/ops/common/kernels/launching.py": f"{TRITON}/test_launching.py {TRITON}/test_strides.py "
     f"{TRITON}/test_bidirectional.py",
@@ -76,7 +78,8 @@ TESTS = {
     "lln/ops/taps/kernels/convolution.py": f"{TRITON}/test_convolution.py {FUSED}",
     "lln/ops/causal/kernels/causal.py": f"{TRITON}/test_causal.py {REGISTERED}",
     "lln/ops/causal/kernels/launch.py": f"{TRITON}/test_causal.py {TRITON}/test_prefill.py",
-    "lln/ops/window/kernels/blocks/block_diagonal.py": f"{TRITON}/test_lln_diag.py {REGISTERED}",
+    "lln/ops/window/kernels/blocks/block_diagonal.py": f"{TRITON}/test_lln_diag.py {REGISTERED} "
+    f"{TRITON}/test_wide_blocks.py",
     "lln/ops/window/kernels/blocks/causal_average.py": f"{TRITON}/test_causal.py {REGISTERED}",
     "lln/ops/window/kernels/blocks/lln_diag.py": f"{TRITON}/test_lln_diag.py {REGISTERED} {FUSED}",
     "lln/ops/window/kernels/blocks/launch.py": f"{TRITON}/test_lln_diag.py",

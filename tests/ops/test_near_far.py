@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from lln import Near
 from lln.ops import reference
+from lln.ops.common.parts import blend
 from lln.ops.linear.bidirectional import bidirectional
 from lln.ops.window import lln_diag as lln_diag_op
 from lln.ops.window import near_far as near_far_op
@@ -340,6 +341,31 @@ def test_near_keys_alone(window, is_causal):
     near = Near(16, **window, scale=0.4)
     expected = reference.near(q, k, v, block=16, **window, scale=0.4, is_causal=is_causal)
     torch.testing.assert_close(near_far_op.near(q, k, v, near=near, is_causal=is_causal), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fake_results_of_near_keys_look_like_real_ones(dtype):
+    q, k, v = random_qkv(2, 4, 9, 7, key_heads=2, value_width=5, dtype=dtype)
+    sinks = k[:, :, :1], v[:, :, :1], torch.zeros(2, 1, dtype=torch.long)
+    fake = [x.to("meta") for x in (q, k, v, *sinks)]
+    options = None, None, 4, 2, 0.3, 0, False
+    for found, real in zip(
+        near_op(*fake, *options), near_op(q, k, v, *sinks, *options), strict=True
+    ):
+        assert (found.shape, found.dtype) == (real.shape, real.dtype)
+        assert found.stride() == real.stride()
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
+def test_branches_are_blended_and_rounded_once(wide):
+    linear, local = (torch.randn(2, 3, 5, 4).to(wide) for _ in range(2))
+    mix = torch.tensor([0.0, 0.3, 1.0])
+    for weight, each in ((None, torch.full((3,), 0.5)), (mix, mix)):
+        share = each.double()[:, None, None]
+        exact = share * linear.double() + (1 - share) * local.double()
+        found = blend(linear, local, weight, torch.bfloat16)
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found, exact.bfloat16(), rtol=1e-2, atol=1e-6)
 
 
 def test_sinks_are_never_far():

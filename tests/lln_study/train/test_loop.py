@@ -185,10 +185,12 @@ def test_a_run_whose_gradients_stay_broken_is_given_up(tmp_path, monkeypatch):
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
-    run(tmp_path)
+    first = run(tmp_path)
     with pytest.raises(ValueError, match=r"learning_rate=0.01 and not 0.5; choose another folder"):
         run(tmp_path, learning_rate=0.5)
-    run(tmp_path, log_every=3)  # how it is watched does not matter
+    again = run(tmp_path, log_every=3)  # how it is watched does not matter
+    assert (again.resumed, again.best, again.loss) == (12, first.best, first.loss)
+    assert again.metrics == first.metrics
 
 
 def test_nothing_is_kept_without_a_folder():
