@@ -149,6 +149,16 @@ def test_a_shift_of_all_keys_is_not_seen_if_they_are_centred(mix):
     torch.testing.assert_close(core(q, k + shift, v, mask, mask), core(q, k, v, mask, mask))
 
 
+def test_calibration_does_not_see_a_shift_of_keys_that_are_centred():
+    q, k, _, _ = inputs()
+    shift = torch.randn(3, 2, 1, 8, dtype=torch.float64).mean(0)
+    found = []
+    for keys in (k, k + shift):
+        core = module(statistics="fixed", center_keys=True, **JOINT).calibrate_(q, keys)
+        found.append((core.statistics.alpha, core.statistics.beta, core.level.stored.value))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
 def test_causal_keys_are_centred_by_the_stored_mean():
     q, k, v, _ = inputs()
     core = module(causal=True, statistics="running", center_keys=True, **JOINT)

@@ -339,8 +339,11 @@ def test_windows_and_their_gradient_are_adjoint(block, overlap):
 def test_near_keys_alone(window, is_causal):
     q, k, v = (tensors(40)[name] for name in "qkv")
     near = Near(16, **window, scale=0.4)
-    expected = reference.near(q, k, v, block=16, **window, scale=0.4, is_causal=is_causal)
-    torch.testing.assert_close(near_far_op.near(q, k, v, near=near, is_causal=is_causal), expected)
+    options = {"key_mask": torch.rand(2, 40) > 0.3}
+    if is_causal:  # else by default
+        options["is_causal"] = True
+    expected = reference.near(q, k, v, block=16, **window, scale=0.4, **options)
+    torch.testing.assert_close(near_far_op.near(q, k, v, near=near, **options), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
