@@ -65,6 +65,7 @@ WRONG = {
     "impl": ((Q, K, V), {**SCALES, "impl": "cuda"}, ValueError, "impl='cuda' is unknown"),
     "causal": ((Q, K, V), {"is_causal": True}, ValueError, "future leak.*match_moments"),
     "block zero": ((Q, K, V), {**SCALES, "near": 0}, ValueError, "block=0"),
+    "block bool": ((Q, K, V), {**SCALES, "near": {"block": True}}, TypeError, "block is a bool"),
     "block float": ((Q, K, V), {**SCALES, "near": 2.5}, TypeError, "near=2.5 is a float"),
     "scale": (
         (Q, K, V),
@@ -118,6 +119,14 @@ def test_varlen_says_what_else_is_wrong():
         lln.attention_varlen(q, k, v, cu, key_mask=torch.ones(5).bool())
     with pytest.raises(ValueError, match="future leak"):
         lln.attention_varlen(q, k, v, cu, is_causal=True)
+    with pytest.raises(ValueError, match=r"k has shape \[6, 2, 8\] but v has \[6, 1, 5\]"):
+        lln.attention_varlen(q, k, v[:, :1], cu)
+    for heads, message in ((3, "3 heads.*multiple of the 2"), (4, "multiple of the 0")):
+        few = (k, v) if heads == 3 else (k[:, :0], v[:, :0])
+        with pytest.raises(ValueError, match=message):
+            lln.attention_varlen(q[:, :heads], *few, cu)
+    with pytest.raises(ValueError, match="q has width 7 but k has 8"):
+        lln.attention_varlen(q[..., :7], k, v, cu)
 
 
 def test_varlen_refuses_what_attention_refuses():

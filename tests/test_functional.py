@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import lln
+from lln import functional
 from lln.ops import reference
+from lln.ops.linear.eager_varlen import _groups
 from tests.helpers import random_qkv, random_scales
 
 
@@ -155,8 +157,9 @@ def test_gradients_of_packed_sequences_are_those_of_each_by_itself(is_causal, ne
     q = torch.randn(23, 4, 8, dtype=dtype, requires_grad=True)
     k, v = (torch.randn(23, 2, 8, dtype=dtype, requires_grad=True) for _ in range(2))
     wide = torch.promote_types(dtype, torch.float32)
-    alpha, beta = (x.to(wide).requires_grad_() for x in random_scales(4, 4, 2))
-    cu_q, cu_k = torch.tensor([0, 5, 5, 16, 23]), torch.tensor([0, 9, 9, 16, 23])
+    alpha, beta = (x.to(wide).requires_grad_() for x in random_scales(5, 4, 2))
+    # all but the empty one of like lengths, two with other numbers of keys than of queries
+    cu_q, cu_k = torch.tensor([0, 5, 5, 11, 16, 23]), torch.tensor([0, 7, 7, 11, 16, 23])
     options = {"is_causal": is_causal, "near": near}
     packed = lln.attention_varlen(q, k, v, cu_q, cu_k, alpha=alpha, beta=beta, **options)
     alone = torch.cat(
@@ -169,7 +172,7 @@ def test_gradients_of_packed_sequences_are_those_of_each_by_itself(is_causal, ne
                 beta=beta[s : s + 1],
                 **options,
             )[0].transpose(0, 1)
-            for s in range(4)
+            for s in range(5)
         ]
     )
     torch.testing.assert_close(packed, alone)
@@ -244,6 +247,28 @@ def test_streaming_equals_the_whole():
     complete = lln.summarize(k, v, beta=2.0)
     torch.testing.assert_close(state.log_mass, complete.log_mass)
     torch.testing.assert_close(state.mean, complete.mean)
+
+
+def test_a_token_with_a_state_is_one_launch_unless_a_gradient_is_wanted(monkeypatch):
+    q, k, v = random_qkv(1, 2, 1)
+    state = lln.summarize(k, v, beta=1.0)
+    monkeypatch.setattr(functional.triton, "refuses", lambda call: None)
+    decodes = functional._decodes_in_one_launch
+    assert decodes(q, k, v, state, None) and decodes(q, k, v, state, "triton")
+    assert not decodes(q, k, v, None, None) and not decodes(q, k, v, state, "eager")
+    assert not decodes(*(x.repeat(1, 1, 2, 1) for x in (q, k, v)), state, None)
+    v.requires_grad_()
+    assert not decodes(q, k, v, state, None)
+    with torch.no_grad():
+        assert decodes(q, k, v, state, None)
+
+
+@pytest.mark.parametrize("positions_count, groups", [(False, "04 2 3"), (True, "0 2 3 4")])
+def test_packed_sequences_of_like_lengths_are_computed_together(positions_count, groups):
+    """Where positions count, not those with other numbers of keys than of queries."""
+    queries, keys = ([0, 5, 5, 12, 14, 18], [0, 4, 4, 12, 14, 18])
+    found = _groups(torch.tensor(queries), torch.tensor(keys), positions_count)
+    assert sorted("".join(map(str, group.members)) for group in found) == groups.split()
 
 
 def test_the_empty_state_is_the_identity_and_reads_as_zero():

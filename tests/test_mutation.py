@@ -96,6 +96,10 @@ def test_every_entry_of_the_table_exists_and_every_source_has_tests():
 def test_the_quickest_tests_that_fit_are_chosen():
     costs = {"a.py::slow": 9.0, "a.py::quick": 0.1, "b.py::other": 0.0, "a.py::middle": 1.0}
     assert within(2.0, ["a.py"], costs) == ["a.py::quick", "a.py::middle"]
+    cases = {f"a.py::cases[{case}]": 0.4 for case in range(4)}
+    assert within(1.9, ["a.py"], {**costs, **cases}) == [
+        "a.py::quick", "a.py::cases[0]", "a.py::cases[1]", "a.py::middle",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("failed", [None, "tests/a.py::test", KeyboardInterrupt])

@@ -126,6 +126,8 @@ def test_only_a_whole_preset_is_named():
     assert preset_of("lln_diag", {**RECOMMENDED, "dropout": 0.1}) == "encoder"
     assert preset_of("lln_diag", {**RECOMMENDED, "conv": 3}) is None
     assert preset_of("lln_nearfar", dict(RECOMMENDED)) is None
+    joint = {**RECOMMENDED, "near": lln.Near(128, joint=True)}
+    assert preset_of("lln_diag", joint) is None
     assert preset_of("performer", {}) is None
 
 

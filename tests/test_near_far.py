@@ -158,6 +158,8 @@ def test_a_number_is_the_weight_of_lln():
         out = lln.attention(q, k, v, near=16, mix=weight, **SCALES, impl=impl)
         expected = torch.lerp(local, linear, weight[:, None, None])
         torch.testing.assert_close(out, expected)
+        out = lln.attention(q, k, v, near=16, mix=0.3, **SCALES, impl=impl)
+        torch.testing.assert_close(out, torch.lerp(local, linear, 0.3), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -172,6 +174,14 @@ def test_features_of_ones_own(is_causal):
     out = lln.attention(q, k, v, gamma=gamma, **features, **JOINT, **SCALES)
     expected = definition(q, k, v, gamma, features=far, is_causal=is_causal)
     torch.testing.assert_close(out, expected)
+    if not is_causal:
+        ones = torch.ones(2, 4).double()
+        scales = {"alpha": SCALES["alpha"] * ones, "beta": SCALES["beta"] * ones[:, :2]}
+        gamma = match_level(q, k, q_far=far[0], k_far=far[1], **JOINT, **scales)
+        measured = lln.attention(q, k, v, **features, **JOINT, **SCALES)
+        torch.testing.assert_close(
+            measured, lln.attention(q, k, v, gamma=gamma, **features, **JOINT, **SCALES)
+        )
 
 
 Q, K, V = random_qkv(2, 4, 20, key_heads=2, dtype=torch.float32)
@@ -185,6 +195,10 @@ WRONG = {
     "a negative overlap": ({"near": {"block": 4, "overlap": -1}}, "overlap=-1"),
     "negative sinks": ({"near": {"block": 4, "sinks": -1}}, "sinks=-1"),
     "an infinite level": ({**JOINT, "gamma": float("inf")}, "gamma=inf must be finite"),
+    "a level that is no number": (
+        {**JOINT, "gamma": torch.full((4,), torch.nan)},
+        "gamma=.*nan.* must be finite",
+    ),
     "a level of other heads": ({**JOINT, "gamma": torch.ones(3)}, r"gamma has shape \[3\]"),
     "a causal level": ({**JOINT, **SCALES, "is_causal": True}, "need gamma.*future leak"),
     "features without scales": ({"features": (Q, K)}, "need alpha and beta"),
@@ -225,3 +239,16 @@ def test_half_precision_is_rounded_once(dtype):
     out = lln.attention(q, k, v, gamma=0.0, **JOINT, **SCALES)
     assert out.dtype == dtype
     assert (out - exact).abs().max() <= 1.01 * (exact.to(dtype) - exact).abs().max() + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_in_half_precision_are_rounded_once(dtype):
+    """Those of keys in several windows are sums."""
+    near = {**SCALES, "near": lln.Near(4, overlap=6), "mix": 0.0}
+    half = [x.to(dtype).requires_grad_() for x in random_qkv(2, 2, 60)]
+    wide = [x.detach().double().requires_grad_() for x in half]
+    d_out = torch.randn(2, 2, 60, 8).to(dtype)
+    found = torch.autograd.grad(lln.attention(*half, **near), half, d_out)
+    exact = torch.autograd.grad(lln.attention(*wide, **near), wide, d_out.double())
+    for one, other in zip(found, exact, strict=True):
+        assert (one - other).abs().max() <= 1.01 * (other.to(dtype) - other).abs().max() + 1e-5

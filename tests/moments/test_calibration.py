@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lln.moments import PAPER, match_moments, measure_scales, score_variance, standard_deviations
+from lln.moments.calibration import measure_packed_scales
 from tests.helpers import random_qkv
 
 METHODS = ("paper", "variance", "entropy", PAPER)
@@ -32,6 +33,15 @@ def test_the_variance_of_the_scores_is_larger_where_features_go_together():
     options = {"method": "entropy", "score_variance": score_variance(q, k)}
     measured, _ = match_moments(*standard_deviations(q, k), 16, **options)
     assert measured.item() > 1.05 * product.item()
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_packed_sequences_are_measured_as_samples_are(method):
+    q, k, _ = random_qkv(3, 4, 9, key_heads=2)
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k)]
+    cu = torch.tensor([0, 9, 18, 27])
+    found = measure_packed_scales(*flat, cu, cu, method=method)
+    torch.testing.assert_close(found, measure_scales(q, k, method=method))
 
 
 def test_samples_and_heads_do_not_see_each_other():

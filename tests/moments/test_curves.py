@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lln.moments import tabulate
-from lln.moments.curves import METHODS, _clenshaw, _cosines, curve, shape
+from lln.moments.curves import METHODS, _clenshaw, _cosines, curve, head_position, shape
 from lln.moments.tabulate import column, concentration
 
 ACCURACY = 1e-4  # relative, of the concentration reached
@@ -148,3 +148,14 @@ def test_solver_says_when_it_fails():
     assert tabulate.solve(lambda x: x**1.5, 8.0, 1.0) == pytest.approx(4.0, rel=1e-6)
     with pytest.raises(RuntimeError, match=r"value=2\.0"):
         tabulate.solve(lambda x: 1 + x / (1 + x) / 2, 2.0, 1.0)
+
+
+def test_a_table_has_a_polynomial_in_the_head_size_for_each_coefficient(monkeypatch):
+    """Of columns that are a straight line: exactly that line."""
+    monkeypatch.setattr(
+        tabulate, "column", lambda method, d, normalize_keys: np.array([1.5, 2 * head_position(d)])
+    )
+    table = np.array(tabulate.tabulate("variance", False))
+    assert table.shape == (tabulate.HEAD_SIZES, 2)
+    np.testing.assert_allclose(table[:2], [[1.5, 0.0], [0.0, 2.0]], atol=1e-5)
+    np.testing.assert_allclose(table[2:], 0, atol=1e-5)

@@ -73,6 +73,10 @@ def test_fitted_line_goes_wherever_a_method_goes():
     assert match_moments(1.0, 1.0, 16)[0] > 1.1 * exact[0]
 
 
+def test_a_range_may_reach_its_limits():
+    assert fit_line(16, (0, 1000), tokens=32, points=11).a > 0
+
+
 @pytest.mark.parametrize("bad", [(4, 1), (-1, 4), (0, 5000), (float("nan"), 4), (2, 2)])
 def test_bad_ranges_are_explained(bad):
     with pytest.raises(ValueError, match=r"sigma2_range=.*\(0, 20\)"):

@@ -146,6 +146,11 @@ def test_degenerate_statistics_give_finite_positive_scales(
     assert all(math.isfinite(scale) and scale >= 0 for scale in zero)
 
 
+def test_deviations_below_the_floor_are_taken_for_it():
+    found = match_moments(torch.tensor([0.0, 1e-5, 1e-4, 1.5e-4]), 1.0, 16)[0].tolist()
+    assert found[0] == found[1] == found[2] > found[3]
+
+
 @pytest.mark.parametrize(("method", "normalize_keys"), EVERY)
 def test_nan_stays_in_its_entry(method, normalize_keys):
     sigma = torch.tensor([[1.0, float("nan")], [0.5, 2.0]])

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from lln.moments.slots import MULTIPLES, first_map, simulate, slot_factor
+from lln.moments.slots import (
+    FAMILIES,
+    HEAD_DIMS,
+    MULTIPLES,
+    VARIANCES,
+    _table,
+    first_map,
+    simulate,
+    slot_factor,
+)
 
 
 @pytest.mark.slow
@@ -18,6 +29,17 @@ def test_entries_of_the_table_are_what_the_simulation_gives():
 
 def test_as_many_slots_as_features_need_no_factor():
     assert slot_factor("rotations", 64, 64, 1.0) == 1.0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_at_its_points_the_table_is_read_as_it_is(family):
+    for (i, multiple), (j, size), (n, variance) in itertools.product(
+        *(list(enumerate(x)) for x in (MULTIPLES, HEAD_DIMS, VARIANCES))
+    ):
+        found = slot_factor(family, size, multiple * size, variance)
+        assert found == pytest.approx(_table()[family][i][j][n], rel=1e-5)
+    middle = slot_factor(family, 32, 64, 2.0)  # of 1 and 4
+    assert middle == pytest.approx(sum(_table()[family][1][1][1:3]) / 2, rel=1e-5)
 
 
 def test_between_and_beyond_its_points_the_table_is_monotone_and_bounded():

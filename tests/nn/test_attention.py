@@ -215,11 +215,23 @@ def test_runs_under_autocast():
     assert (half.float() - core(q, k, v)).abs().max() < 0.05
 
 
+def test_reset_given_scales_are_those_of_the_start():
+    core = LLNAttention(2, 4, statistics="fixed", alpha=[1.5, 2.0], beta=3.0)
+    core.calibrate_(*(9 * torch.randn(2, 2, 5, 4) for _ in range(2)))
+    assert core.statistics.alpha.tolist() != [1.5, 2.0]
+    core.reset_parameters()
+    assert (core.statistics.alpha.tolist(), core.statistics.beta.tolist()) == (
+        [1.5, 2.0],
+        [3.0] * 2,
+    )
+
+
 def test_repr_shows_what_differs_from_the_defaults():
     text = repr(LLNAttention(4, 8, statistics="running", near=16, dropout=0.1))
     assert "4, 8, near=16, dropout=0.1" in text
     assert "mix" not in text and "conv" not in text and "scale" not in text
     assert "scale=0.2" in repr(LLNAttention(4, 8, near=Near(16, scale=0.2)))
+    assert LLNAttention(4, 8).extra_repr() == "4, 8"
 
 
 @pytest.mark.parametrize(

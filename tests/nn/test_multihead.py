@@ -308,6 +308,14 @@ def test_softmax_checkpoint_keeps_calibration_but_a_partial_one_is_refused():
         model.load_state_dict(partial)
 
 
+def test_assigned_weights_may_be_a_part():
+    layer = LLNMultiheadAttention(8, 2, statistics="running")
+    layer(*(torch.randn(5, 3, 8) for _ in range(3)))
+    before = layer.attention.statistics.variances.clone()
+    layer.load_state_dict({"in_proj_bias": torch.ones(24)}, strict=False, assign=True)
+    assert layer.in_proj_bias.eq(1).all() and layer.attention.statistics.variances.equal(before)
+
+
 def test_calibrate_projects_before_measuring():
     torch.manual_seed(0)
     layer = LLNMultiheadAttention(8, 2, batch_first=True, statistics="fixed", kdim=6)

@@ -113,6 +113,9 @@ def test_the_identity_map_is_no_map_bit_for_bit(mix):
 def test_a_state_dict_without_far_keys_has_no_entry_for_them():
     names = set(LLNAttention(4, 8, near=16, statistics="running", mix="learned").state_dict())
     assert names == {"mix_logit", "statistics.variances", "statistics.batches"}
+    running = module(statistics="running", center_keys=True, **JOINT)
+    kept = {name.rsplit(".", 1)[1] for name in running.state_dict()}
+    assert kept == {"variances", "batches", "value"}  # not the runs of a step
 
 
 @pytest.mark.parametrize("kind, slots", [("signs", 16), ("rotations", 24), ("learned", 11)])
@@ -146,6 +149,16 @@ def test_a_shift_of_all_keys_is_not_seen_if_they_are_centred(mix):
     torch.testing.assert_close(core(q, k + shift, v, mask, mask), core(q, k, v, mask, mask))
 
 
+def test_calibration_does_not_see_a_shift_of_keys_that_are_centred():
+    q, k, _, _ = inputs()
+    shift = torch.randn(3, 2, 1, 8, dtype=torch.float64).mean(0)
+    found = []
+    for keys in (k, k + shift):
+        core = module(statistics="fixed", center_keys=True, **JOINT).calibrate_(q, keys)
+        found.append((core.statistics.alpha, core.statistics.beta, core.level.stored.value))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
 def test_causal_keys_are_centred_by_the_stored_mean():
     q, k, v, _ = inputs()
     core = module(causal=True, statistics="running", center_keys=True, **JOINT)
@@ -156,6 +169,8 @@ def test_causal_keys_are_centred_by_the_stored_mean():
     whole = core(q, k + 3, v)
     short = core(q[:, :, :20], (k + 3)[:, :, :20], v[:, :, :20])
     torch.testing.assert_close(short, whole[:, :, :20])
+    decoded, *_ = core.decoding_inputs(q, k + 3, core.scales()[1])
+    torch.testing.assert_close(decoded, k + 3 - core.center.stored.value[:, None])
 
 
 def test_sharpness_multiplies_the_match():

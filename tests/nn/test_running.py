@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lln import moments
-from lln.nn import LLNAttention
+from lln.nn import LLNAttention, averages
 from lln.ops import reference
 from tests.nn.inputs import padding, qkv
 
@@ -126,8 +126,19 @@ def test_half_precision_module_keeps_averaging():
     torch.testing.assert_close(core.statistics.variances[1], expected, rtol=0.15, atol=0)
 
 
-def test_reset_it_begins_again():
-    used, fresh = running(), running()
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_averages_of_fake_tensors_look_like_those_of_real_ones(is_causal):
+    """The batch may be measured in more digits than are stored."""
+    stored = torch.ones(2, 3), torch.zeros((), dtype=torch.long), torch.ones(4, 2, 2, 3)
+    given = torch.ones(2, 3, dtype=torch.float64), *stored
+    real = averages.follow(*given, is_causal)
+    fake = averages.follow(*(x.to("meta") for x in given), is_causal)
+    assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "center_keys": True}], ids=str)
+def test_reset_it_begins_again(options):
+    used, fresh = running(**options), running(**options)
     for step in range(12):
         used(*qkv(2, 2, 9, 4, seed=step))
     used.reset_parameters()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lln.ops import eager
+from lln.ops.common.arguments import exported_for_any
 from lln.ops.window import fused_blocks
 
 LENGTHS = {"equal": (48, 48), "cut": (45, 45), "more keys": (20, 53), "more queries": (53, 20)}
@@ -82,12 +83,15 @@ def test_half_precision_is_computed_in_float32_under_autocast_too():
 
 
 def test_what_torch_has_no_kernel_for_goes_the_other_way(monkeypatch):
+    q, k, v = (x.detach() for x in inputs(48, 48))
+    options = {"block": 16, "scale": 0.3}
+    expected = eager.near(q, k, v, **options)
+    torch.testing.assert_close(eager.block_diagonal(q, k, v, **options), expected)
+
     def never(*_, **__):
         raise AssertionError("not for these")
 
     monkeypatch.setattr(fused_blocks, "attend_in_blocks", never)
-    q, k, v = (x.detach() for x in inputs(48, 48))
-    options = {"block": 16, "scale": 0.3}
     drop = torch.ones(2, 4, 48, 16, dtype=q.dtype)
     eager.block_diagonal(q, k, v, probability_dropout=drop, **options)
     eager.block_diagonal(q, k, v[..., :5], **options)  # values of another width
@@ -95,6 +99,21 @@ def test_what_torch_has_no_kernel_for_goes_the_other_way(monkeypatch):
     eager.block_diagonal(q.to("meta"), k.to("meta"), v.to("meta"), **options)
     with pytest.raises(AssertionError, match="not for these"):
         eager.block_diagonal(q, k, v, **options)
+
+
+@pytest.mark.parametrize("queries, keys", [(48, 20), (20, 48), (48, 48)])
+def test_programs_for_every_length_are_not_cut_into_blocks(queries, keys, monkeypatch):
+    q, k, v = (x.detach() for x in inputs(queries, keys))
+    assert fused_blocks.takes(q, k, v, None)
+    monkeypatch.setattr(fused_blocks, "exported_for_any", lambda size: size == 48)
+    assert not fused_blocks.takes(q, k, v, None)
+
+
+def test_an_open_size_is_told_from_a_number(monkeypatch):
+    size = torch.SymInt(None)
+    assert not exported_for_any(size)
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True, raising=False)
+    assert exported_for_any(size) and not exported_for_any(48)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

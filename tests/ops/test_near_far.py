@@ -10,12 +10,13 @@ import torch.nn.functional as F
 
 from lln import Near
 from lln.ops import reference
+from lln.ops.common.parts import blend
 from lln.ops.linear.bidirectional import bidirectional
 from lln.ops.window import lln_diag as lln_diag_op
 from lln.ops.window import near_far as near_far_op
 from lln.ops.window.eager_far import far_backward, far_op
 from lln.ops.window.eager_near import near_backward, near_op
-from lln.ops.window.eager_near_far import near_share
+from lln.ops.window.eager_near_far import far_mask, near_share, sink_positions
 from tests.helpers import assert_matches, random_qkv, random_scales, run_with_grads, windowed
 
 near_far = windowed(near_far_op.near_far)
@@ -333,6 +334,53 @@ def test_windows_and_their_gradient_are_adjoint(block, overlap):
     torch.testing.assert_close((grid.windows(x) * y).sum(), (x * back).sum())
 
 
+@pytest.mark.parametrize("window", [{}, {"overlap": 3}, {"overlap": 3, "sinks": 2}], ids=str)
+@causality
+def test_near_keys_alone(window, is_causal):
+    q, k, v = (tensors(40)[name] for name in "qkv")
+    near = Near(16, **window, scale=0.4)
+    options = {"key_mask": torch.rand(2, 40) > 0.3}
+    if is_causal:  # else by default
+        options["is_causal"] = True
+    expected = reference.near(q, k, v, block=16, **window, scale=0.4, **options)
+    torch.testing.assert_close(near_far_op.near(q, k, v, near=near, **options), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fake_results_of_near_keys_look_like_real_ones(dtype):
+    q, k, v = random_qkv(2, 4, 9, 7, key_heads=2, value_width=5, dtype=dtype)
+    sinks = k[:, :, :1], v[:, :, :1], torch.zeros(2, 1, dtype=torch.long)
+    fake = [x.to("meta") for x in (q, k, v, *sinks)]
+    options = None, None, 4, 2, 0.3, 0, False
+    for found, real in zip(
+        near_op(*fake, *options), near_op(q, k, v, *sinks, *options), strict=True
+    ):
+        assert (found.shape, found.dtype) == (real.shape, real.dtype)
+        assert found.stride() == real.stride()
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
+def test_branches_are_blended_and_rounded_once(wide):
+    linear, local = (torch.randn(2, 3, 5, 4).to(wide) for _ in range(2))
+    mix = torch.tensor([0.0, 0.3, 1.0])
+    for weight, each in ((None, torch.full((3,), 0.5)), (mix, mix)):
+        share = each.double()[:, None, None]
+        exact = share * linear.double() + (1 - share) * local.double()
+        found = blend(linear, local, weight, torch.bfloat16)
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found, exact.bfloat16(), rtol=1e-2, atol=1e-6)
+
+
+def test_sinks_are_never_far():
+    k, mask = torch.randn(2, 1, 5, 4), torch.tensor([[1, 1, 1, 1, 0], [0, 1, 0, 1, 1]]).bool()
+    assert far_mask(k, None, mask) is far_mask(k, torch.empty(2, 0).long(), mask) is mask
+    assert far_mask(k, None, None) is None
+    first = far_mask(k, sink_positions(k, 2, None), None)
+    assert first.tolist() == [[False, False, True, True, True]] * 2
+    valid = far_mask(k, sink_positions(k, 2, mask), mask)
+    assert valid.int().tolist() == [[0, 0, 1, 1, 0], [0, 0, 0, 0, 1]]
+
+
 def test_features_of_their_own_reach_the_average_too():
     given = {name: x for name, x in tensors(40).items() if name != "gamma"}
     mix = torch.tensor([0.0, 0.3, 0.7, 1.0], dtype=torch.float64)
@@ -344,3 +392,9 @@ def test_features_of_their_own_reach_the_average_too():
     torch.testing.assert_close(
         out, reference.lln_diag(**given, block=16, scale=0.4, mix=mix), rtol=1e-9, atol=1e-9
     )
+
+
+def test_attention_is_causal_only_if_told():
+    given = tensors(40)
+    expected = reference.near_far(**given, block=16, scale=0.4)
+    torch.testing.assert_close(near_far(**given, near=Near(16, scale=0.4), impl="eager"), expected)

@@ -11,6 +11,7 @@ import torch
 import lln
 from lln.ops import eager
 from lln.ops.common import threads
+from lln.ops.common.features import CHUNK_ELEMENTS, CHUNK_ELEMENTS_OF_A_GPU, chunks
 from tests.helpers import relative_error
 from tests.waiting import HANGS
 
@@ -131,6 +132,17 @@ def test_a_task_has_heads_in_hand_that_a_cache_holds(monkeypatch):
         assert len(seen & {(b, h) for b in range(40) for h in range(6)}) == 240
 
 
+@pytest.mark.parametrize("heads", [1, 6])
+def test_loops_over_tokens_go_by_the_size_of_one_head_on_a_cpu(heads):
+    size = CHUNK_ELEMENTS // 64
+    found = list(chunks(torch.empty(2, heads, 2 * size + 1, 64)))
+    assert found == [slice(0, size), slice(size, 2 * size), slice(2 * size, 2 * size + 1)]
+    elsewhere = torch.empty(2, heads, 1 << 20, 64, device="meta")
+    assert next(chunks(elsewhere)) == slice(
+        0, CHUNK_ELEMENTS_OF_A_GPU // (2 * heads * 64 * 128) * 128
+    )
+
+
 def test_threads_follow_the_modes_of_the_thread_that_asks():
     tensors, mask = _inputs()
     with torch.inference_mode():
@@ -141,8 +153,9 @@ def test_threads_follow_the_modes_of_the_thread_that_asks():
     assert torch.equal(inside, outside) and not outside.is_inference()
 
 
-def test_torch_keeps_its_number_of_threads():
+def test_torch_keeps_its_number_of_threads(monkeypatch):
     """Threads of the pool have one; whoever asked, and threads that come later, have theirs."""
+    monkeypatch.setattr(threads, "_pools", {})  # so that one is started here
     tensors, mask = _inputs()
     _run("lln", tensors, mask)
     seen = []

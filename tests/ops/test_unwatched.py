@@ -64,8 +64,9 @@ def test_a_mode_sees_what_is_passed_by_without_one(options):
     with seen:
         found = torch.autograd.grad(plain, given, d_out)  # the graph of a call that nobody watched
     assert len(seen.names) > count
-    for one, other in zip(found, expected, strict=True):
-        assert one.equal(other)
+    registered = torch.autograd.grad(watched, given, d_out)
+    for one, other, another in zip(found, expected, registered, strict=True):
+        assert one.equal(other) and another.equal(other)
     with torch.no_grad():
         assert attend(*given, options).equal(plain)
     with torch.inference_mode():

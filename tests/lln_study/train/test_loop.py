@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 
 import pytest
 import torch
 
 from lln.records.rows import read_rows
+from lln_study.train import checkpoint
 from lln_study.train.loop import train
 from lln_study.train.runlog import thinned_curve
 from tests.lln_study.train.toy import Toy, toy_config
@@ -183,15 +185,119 @@ def test_a_run_whose_gradients_stay_broken_is_given_up(tmp_path, monkeypatch):
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
-    run(tmp_path)
+    first = run(tmp_path)
     with pytest.raises(ValueError, match=r"learning_rate=0.01 and not 0.5; choose another folder"):
         run(tmp_path, learning_rate=0.5)
-    run(tmp_path, log_every=3)  # how it is watched does not matter
+    again = run(tmp_path, log_every=3)  # how it is watched does not matter
+    assert (again.resumed, again.best, again.loss) == (12, first.best, first.loss)
+    assert again.metrics == first.metrics
 
 
 def test_nothing_is_kept_without_a_folder():
     summary = run(None)
     assert summary.steps == 12 and math.isfinite(summary.metrics["loss"])
+
+
+def test_the_speed_is_that_of_all_updates_but_the_first(tmp_path):
+    class Counted(Toy):
+        tokens = 5
+
+    summary = run(tmp_path, task=Counted)
+    rows = read_rows(tmp_path / "curve.jsonl")
+    assert all(row["tokens"] == row["step"] * 8 * 5 for row in rows)
+    seconds = [row["seconds"] for row in rows]
+    assert seconds == sorted(seconds) and seconds[-1] <= summary.seconds + 1e-3
+    for row in rows:
+        if row["kind"] == "train":
+            assert row["learning_rate"] == toy_config().rate(row["step"] - 1)
+            assert row["gradient_norm"] > 0 and row["loss_scale"] is None
+    assert summary.step_ms == pytest.approx(1e3 * summary.seconds / 11)
+    assert summary.tokens_per_second == pytest.approx(11 * 8 * 5 / summary.seconds)
+    assert run(None).tokens_per_second is None  # of a task without tokens
+
+
+class Fingerprint(Toy):
+    """Its test is a number that tells weights apart; given losses say which step is best."""
+
+    losses, seen = (), ()
+
+    def prepare(self, device):
+        assert device.type == "cpu"
+        self.seen = []
+
+    def evaluate(self, model, split):
+        print_of = {"loss": sum(x.double().sum().item() for x in model.parameters())}
+        if split == "test":
+            return print_of
+        self.seen.append(print_of)
+        return {"loss": self.losses[len(self.seen) - 1]}
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize(
+    "losses, better, best",
+    [
+        ((3.0, 1.0, 2.0, 2.5), "lower", 1),
+        ((3.0, 2.0, 2.0, 1.0), "lower", 3),
+        ((3.0, 1.0, 2.0, 2.5), "higher", 0),  # before the first update
+        ((1.0, 2.5, 2.5, 2.0), "higher", 1),
+        ((math.nan,) * 4, "lower", None),
+    ],
+)
+def test_the_last_weights_are_tested_and_the_best_if_asked(
+    losses, better, best, in_memory, tmp_path
+):
+    config = toy_config(save_every=0 if in_memory else 100)
+    task = Fingerprint(config)
+    task.losses, task.better, task.keeps_best = losses, better, in_memory
+    folder = None if in_memory else tmp_path
+    summary = train(task, config, folder, test=True, tensorboard=False)
+    assert len(task.seen) == 4 and summary.test == task.seen[-1]
+    assert summary.best == (None if best is None else (losses[best], 4 * best))
+    assert summary.test_best() == task.seen[-1 if best is None else best]
+
+
+def test_a_best_checkpoint_that_is_gone_is_named(tmp_path):
+    config = toy_config(save_every=100)
+    task = Fingerprint(config)
+    task.losses = (3.0, 1.0, 2.0, 2.5)
+    summary = train(task, config, tmp_path, tensorboard=False)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")
+    with pytest.raises(ValueError, match="no checkpoint of step 4, the best on validation"):
+        summary.test_best()
+
+
+def test_a_loss_scale_is_continued(tmp_path):
+    options = {"task": Sometimes, "precision": "fp16"}
+    run(tmp_path, **options)
+    rows = read_rows(tmp_path / "curve.jsonl")
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000012")
+    run(tmp_path, **options)
+    again = read_rows(tmp_path / "curve.jsonl")
+    first, other = ([row.get("loss_scale") for row in found] for found in (rows, again))
+    assert first == other and len({scale for scale in first if scale}) > 2
+
+
+def test_what_a_task_saves_is_part_of_its_checkpoints(tmp_path):
+    class Saving(Toy):
+        def save(self, model, folder):
+            (folder / "note.txt").write_text("a model")
+
+    run(tmp_path, task=Saving)
+    assert (tmp_path / "last" / "note.txt").read_text() == "a model"
+    assert "note.txt" in json.loads((tmp_path / "last" / "manifest.json").read_text())["files"]
+
+
+def test_activations_that_cannot_be_checkpointed_are_refused():
+    with pytest.raises(ValueError, match="Sequential has no gradient_checkpointing_enable"):
+        run(None, checkpointing=True)
+
+
+def test_a_checkpoint_where_a_file_stands_is_refused(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file")
+    given = {"model": {}, "optimizer": {}, "state": {"step": 3}, "identity": "a test"}
+    with pytest.raises(OSError, match=r"step-00000003 cannot be written: .*make room"):
+        checkpoint.write(tmp_path / "checkpoints", **given)
 
 
 def test_half_precision_has_a_loss_scale(tmp_path):

@@ -72,8 +72,17 @@ LONG = {
         "test_wide_heads",
     ),
 }
-# Quick ones, whose cases are all run.
-WHOLE = ("test_bounds", "test_devices", "test_matching")
+# Quick ones, whose cases are all run: files, and tests of other files.
+WHOLE = (
+    *("test_bounds", "test_devices", "test_matching"),
+    "test_fake_results_look_like_real_ones",
+    "test_gradients_of_fake_tensors_have_the_shapes_of_what_they_are_of",
+    "test_modules_take_the_kernel_where_it_fits",
+    "test_refusals_of_blocks_say_why",
+    "test_there_are_states_of_the_segments_that_some_block_sees",
+    "test_which_tiles_are_whole_and_which_windows_alike",
+    "test_widths_of_heads_that_the_kernels_take",
+)
 
 
 def import_interpreted() -> None:
@@ -133,6 +142,7 @@ def _leave_most_cases_to_test_all(items: list[pytest.Item]) -> None:
             continue
         name = item.path.stem, item.originalname
         is_long = item.originalname in LONG.get(item.path.stem, ())
-        if is_long or (name in seen and item.path.stem not in WHOLE):
+        is_whole = item.path.stem in WHOLE or item.originalname in WHOLE
+        if is_long or (name in seen and not is_whole):
             item.add_marker(pytest.mark.slow)
         seen.add(name)

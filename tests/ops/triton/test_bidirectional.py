@@ -83,6 +83,8 @@ def test_nothing_to_do(queries, keys, device):
     assert (out == 0).all()
     for gradient in torch.autograd.grad(out.sum(), list(leaves.values())):
         assert (gradient == 0).all()
+    with torch.no_grad():
+        assert kernels.bidirectional(**leaves).equal(out)
 
 
 def test_inference_equals_training(device):

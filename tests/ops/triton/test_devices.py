@@ -70,6 +70,8 @@ SHAPES = [  # op, dtype, D, E, options, the KiB of those that take it
     ("causal", F32, 128, 64, {}, (163, 227)),
     ("lln_diag", BF16, 64, 64, {"block": 128}, (99, 163, 227)),
     ("lln_diag", BF16, 128, 128, {"block": 64}, (163, 227)),
+    ("lln_diag", BF16, 128, 16, {"block": 64}, (163, 227)),
+    ("lln_diag", BF16, 16, 128, {"block": 64}, (163, 227)),
     ("lln_diag", F32, 32, 32, {"block": 32}, (99, 163, 227)),
     ("lln_diag", F32, 64, 64, {"block": 32}, (163, 227)),
     ("near", F32, 128, 128, {"block": 64}, (99, 163, 227)),
@@ -100,3 +102,26 @@ def test_the_compiler_takes_the_memory_for_a_constant():
 
     compiled = torch.compile(double_if_plenty, fullgraph=True, backend="eager")
     assert compiled(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
+
+
+PARTS = [(1, 1, 64), (64, 1, 64), (65, 1, 128), (256, 2, 128), (257, 2, 192), (10, 3, 64)]
+
+
+@pytest.mark.parametrize("tokens, parts, span", PARTS)
+def test_parts_are_of_as_few_whole_tiles_as_hold_all_tokens(tokens, parts, span):
+    assert tiles.whole_tiles(tokens, parts, tiles.Tile(64, 4, 1, 1)) == span
+
+
+@pytest.mark.parametrize(
+    "d, e, block, overlap, walked",
+    [
+        (64, 64, 64, 0, False),
+        (64, 64, 64, 1, True),
+        (64, 64, 128, 0, True),
+        (128, 64, 64, 0, True),
+        (64, 96, 64, 0, True),
+    ],
+)
+def test_windows_that_no_tile_holds_are_walked_in_half_precision(d, e, block, overlap, walked):
+    assert tiles.in_windows(d, e, BF16, block, overlap) == walked
+    assert not tiles.in_windows(d, e, F32, block, overlap)

@@ -35,6 +35,17 @@ def inputs(
     return {name: x.to(device) for name, x in tensors.items()}
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tokens, block, overlap", [(64, 16, 0), (70, 16, 8), (70, 16, 40)])
+def test_there_are_states_of_the_segments_that_some_block_sees(tokens, block, overlap, causal):
+    window = Window(block, overlap, 0.25, causal, tokens)
+    ends = [window.origin + (n + 1) * window.step for n in range(window.segments)]
+    assert ends[0] > 0 and ends[-1] - window.step < tokens <= ends[-1]
+    last = (window.blocks - 1) * block - overlap
+    seen = [end for end in ends if end <= last or not causal]
+    assert window.states == max(1, len(seen))
+
+
 def check(tensors: dict[str, Tensor], dtype: torch.dtype, **options) -> None:
     compare(kernels.near_far, reference.near_far, tensors, dtype, floor=0.1, scale=0.25, **options)
 

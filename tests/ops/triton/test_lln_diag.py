@@ -116,3 +116,12 @@ def test_masked_content_never_matters(device):
         assert torch.equal(clean, other)
         assert clean.isfinite().all()
     assert (results[0][0][1] == 0).all()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_nothing_to_do(grad, device):
+    given = {n: x.float() for n, x in inputs(1, 2, 0, device=device).items()}
+    leaves = {n: x.requires_grad_() for n, x in given.items()}
+    with torch.set_grad_enabled(grad):
+        out = kernels.lln_diag(**leaves, block=16, scale=0.2)
+    assert out.shape == leaves["v"].shape and out.requires_grad == grad

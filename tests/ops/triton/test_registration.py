@@ -75,8 +75,10 @@ OPS = (
         "match",
     ),
     "measure",
-    *("bidirectional", "lln_diag"),  # without gradients
+    "bidirectional",
+    "lln_diag",
 )
+INFERENCE = ("decode", "standard_deviations", "match", "measure", "bidirectional", "lln_diag")
 
 
 def operator(name: str) -> torch._ops.OpOverload:
@@ -100,6 +102,19 @@ def test_fake_results_look_like_real_ones(name, device):
     fake = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in given]
     real, found = (tree_leaves(operator(name)(*x)) for x in (given, fake))
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in real]
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if name not in INFERENCE])
+def test_gradients_of_fake_tensors_have_the_shapes_of_what_they_are_of(name):
+    """torch compares them."""
+    given = [
+        x.detach().to("meta").requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+        for x in arguments(name, "cpu")
+    ]
+    wanted = [x for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.requires_grad]
+    out = tree_leaves(operator(name)(*given))[0]
+    for leaf, found in zip(wanted, torch.autograd.grad(out.sum(), wanted), strict=True):
+        assert (found.shape, found.dtype) == (leaf.shape, leaf.dtype)
 
 
 def test_every_operator_is_checked():
@@ -145,6 +160,50 @@ def test_refusals_say_why(monkeypatch):
     assert "not causal" in kernels.refuses(call("varlen", is_causal=True))
     assert "diagonal branch" in kernels.refuses(call("varlen", block=16))
     assert kernels.refuses(call("varlen")) is None
+
+
+@pytest.mark.parametrize("width", [16, 32, 48, 64, 80, 96, 128, 256])
+def test_widths_of_heads_that_the_kernels_take(width, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert kernels.refuses(call("bidirectional", width=width)) is None
+    assert f"D={width + 1}" in kernels.refuses(call("bidirectional", width=width + 1))
+
+
+def test_what_kernels_do_not_know_is_refused_by_them_too():
+    q, k, v, alpha, beta, cu = (*tensors("cpu", Q, K, K, ALPHA, BETA), torch.tensor([0, 20]))
+    scales, drop = {"alpha": alpha, "beta": beta}, torch.ones(Q)
+    for op in (kernels.bidirectional, kernels.causal):
+        with pytest.raises(ValueError, match="slot_dropout is not supported"):
+            op(q, k, v, **scales, slot_dropout=drop)
+    with pytest.raises(ValueError, match="slot_dropout is not supported"):
+        kernels.read(q, torch.zeros(BETA), torch.zeros(K), alpha=alpha, slot_dropout=drop)
+    blocks = {"block": 16, "scale": 0.2}
+    for op, given in ((kernels.lln_diag, scales), (kernels.block_diagonal, {})):
+        with pytest.raises(ValueError, match="dropout is not supported"):
+            op(q, k, v, **given, **blocks, probability_dropout=drop)
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    for options in ({"is_causal": True}, blocks):
+        with pytest.raises(ValueError, match="is_causal and block are not supported"):
+            kernels.varlen(*packed, cu, cu, **scales, **options)
+    with pytest.raises(AttributeError, match="has no op 'softmax'; it has bidirectional"):
+        kernels.softmax  # noqa: B018
+
+
+def step(d=16, e=16, slots=16, **changes):
+    """What a step of decoding is asked about: one query of three heads."""
+    q, v, k = (torch.empty(1, 3, 1, width) for width in (d, e, slots))
+    memory = {"mean": torch.empty(1, 3, slots, e), "log_mass": torch.empty(1, 3, slots)}
+    return kernels.refuses_next_token(q, v, k, {**memory, **changes})
+
+
+def test_refusals_of_a_step_of_decoding_say_why(monkeypatch):
+    assert "CUDA" in step()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert step() is step(d=256) is step(e=128, slots=256) is None
+    assert "states must be float32" in step(mean=torch.empty(1, 3, 16, 16).double())
+    for sizes in ({"d": 512}, {"e": 256, "slots": 256}, {"e": 1024, "slots": 64}):
+        assert "more than a program of a step holds" in step(**sizes)
+    assert "not contiguous" in step(log_mass=torch.empty(1, 16, 3).mT)
 
 
 @pytest.mark.parametrize("op", ["lln_diag", "block_diagonal"])

@@ -9,6 +9,7 @@ from lln.ops import reference
 from lln.ops import triton as kernels
 from lln.ops.common.kernels import tiles
 from lln.ops.window import lln_diag as lln_diag_op
+from lln.ops.window.kernels.blocks.wide_launch import _regular
 from tests.helpers import windowed
 from tests.ops.triton.compare import compare, inputs
 
@@ -29,6 +30,21 @@ def test_average(length, block, overlap, device):
     tensors = inputs(1, 2, length, width=32, device=device)
     window = {"block": block, "overlap": overlap, "scale": 0.2}
     compare(kernels.lln_diag, reference.lln_diag, tensors, HALF, **window)
+
+
+@pytest.mark.parametrize(
+    "tokens, window, whole, alike",
+    [
+        (256, (128, 0), True, True),
+        (192, (128, 0), True, False),  # the last block is half of one
+        (256, (128, 64), True, False),  # the first window begins before the first key
+        (200, (128, 0), False, False),
+        (192, (96, 0), False, False),
+        (256, (128, 32), False, False),
+    ],
+)
+def test_which_tiles_are_whole_and_which_windows_alike(tokens, window, whole, alike):
+    assert _regular(64, 64, tokens, (*window, 0.2)) == (whole, alike)
 
 
 @pytest.mark.parametrize("length, block, overlap", [(200, 96, 32), (256, 128, 0), (150, 64, 16)])

@@ -1,0 +1,52 @@
+"""What a core refuses for DTensors, asked without processes: tests/distributed runs the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from lln import Near
+from lln.nn import LLNAttention
+from lln.nn.sharded import _check_possible
+
+JOINT = {"near": Near(8, joint=True)}
+RUNNING = {"statistics": "running"}
+
+
+def check(*, dropout: float = 0.0, train: bool = True, **options) -> None:
+    _check_possible(LLNAttention(2, 8, **options).train(train), dropout)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({}, RUNNING, JOINT, {"near": 8, "mix": "learned"}, {"dropout": 0.5, "train": False}),
+        {**RUNNING, **JOINT, "train": False},
+        {**RUNNING, "feature_map": "signs", "learn_scale": True, "sharpness": 0.6},
+    ],
+    ids=str,
+)
+def test_what_needs_no_numbers_of_other_processes_is_possible(options):
+    check(**options)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"dropout": 0.5}, "dropout"),
+        ({**RUNNING, **JOINT}, "joint=True and statistics='running' while training"),
+        ({"feature_map": "signs"}, "feature_map with statistics='sample'"),
+        ({"center_keys": True}, "center_keys"),
+        ({"sharpness": 0.6}, "sharpness with statistics='sample'"),
+        ({"learn_scale": True}, "learn_scale with statistics='sample'"),
+    ],
+)
+def test_what_does_is_refused(options, message):
+    with pytest.raises(ValueError, match=f"{message} is refused for DTensors"):
+        check(**options)
+
+
+def test_a_shifted_level_that_is_measured_is_refused():
+    core = LLNAttention(2, 8, **JOINT)
+    core.level.offset = -1.0
+    with pytest.raises(ValueError, match="an offset of gamma"):
+        _check_possible(core, 0.0)
