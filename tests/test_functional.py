@@ -9,7 +9,7 @@ import torch
 
 import lln
 from lln import functional
-from lln.ops import reference
+from lln.ops import eager, reference
 from lln.ops.linear.eager_varlen import _groups
 from tests.helpers import random_qkv, random_scales
 
@@ -315,6 +315,24 @@ def test_strided_inputs_are_taken_as_they_are():
     for options in ({}, {"is_causal": True}, {"near": 4}):
         got = lln.attention(q, k, v, alpha=2.0, beta=2.0, **options)
         torch.testing.assert_close(got, lln.attention(*copy, alpha=2.0, beta=2.0, **options))
+
+
+@pytest.mark.parametrize(
+    "is_causal, options",
+    [
+        (False, {}),
+        (False, {"near": 4}),
+        (True, {}),
+        (True, {"near": 4}),
+        (True, {"causal_block": 4}),
+    ],
+)
+def test_implementations_are_told_what_is_causal(is_causal, options, monkeypatch):
+    told = []
+    monkeypatch.setattr(eager, "refuses", lambda call: told.append(call.is_causal))
+    options = {**options, "is_causal": is_causal, "alpha": 1.0, "beta": 1.0}
+    lln.attention(*random_qkv(1, 2, 9), **options, impl="eager")
+    assert told and all(found == is_causal for found in told)
 
 
 def test_which_tells_what_is_taken():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from lln import Near
+from lln.distributed.layout import Layout
 from lln.nn import LLNAttention
-from lln.nn.sharded import _check_possible
+from lln.nn.sharded import _check_possible, _convolution
+from tests.nn.inputs import qkv
 
 JOINT = {"near": Near(8, joint=True)}
 RUNNING = {"statistics": "running"}
@@ -50,3 +54,15 @@ def test_a_shifted_level_that_is_measured_is_refused():
     core.level.offset = -1.0
     with pytest.raises(ValueError, match="an offset of gamma"):
         _check_possible(core, 0.0)
+
+
+@pytest.mark.parametrize(
+    "over_tokens, keys, message",
+    [("inner", 9, "conv=3 looks at neighbours"), (None, 12, "conv=3 is for self-attention")],
+)
+def test_a_convolution_across_processes_is_refused(over_tokens, keys, message, monkeypatch):
+    layout = SimpleNamespace(over_tokens=over_tokens)
+    monkeypatch.setattr(Layout, "of", staticmethod(lambda *_: layout))
+    core = LLNAttention(2, 8, conv=3)
+    with pytest.raises(ValueError, match=message):
+        _convolution(core, *qkv(1, 2, 9, 8, keys=keys), key_mask=None, is_causal=False)
