@@ -42,8 +42,8 @@ TESTS = {
     f"tests/test_block_causal.py {OPS}",
     "lln/ops/window/near_far.py": f"{JOINT} {OPS}",
     "lln/ops/linear/one_token.py": "tests/hf/test_decoding.py",
-    "lln/ops/window/eager_lln_diag.py": f"{BLOCKS} {JOINT} tests/nn/test_dropout.py tests/ops/test_block_causal.py "
-    f"tests/ops/test_transforms.py {CALLS}",
+    "lln/ops/window/eager_lln_diag.py": f"{BLOCKS} {JOINT} tests/nn/test_dropout.py "
+    f"tests/ops/test_block_causal.py tests/ops/test_transforms.py {CALLS}",
     "lln/ops/linear/varlen.py": f"{CALLS} tests/test_bad_input.py tests/test_near_far.py",
     "lln/ops/linear/eager_varlen.py": f"{CALLS} tests/test_near_far.py",
     **{f"lln/ops/{family}/onnx.py": ONNX for family in ("linear", "causal", "window")},
