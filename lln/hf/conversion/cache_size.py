@@ -56,9 +56,9 @@ class CacheShare:
         softmax = total * each
         if fixed > self.share * softmax:
             raise ValueError(
-                f"share={self.share:.4g} of softmax's cache is less than linear attention alone "
-                f"keeps, {fixed / softmax:.4g} at context={self.context}; give a larger share, a "
-                "longer context, or fewer near keys and slots"
+                f"a cache of {self.share:.4g} of softmax's (share of CacheShare, --memory) is less "
+                f"than linear attention alone keeps, {fixed / softmax:.4g} after {self.context} "
+                "tokens; give a larger share, a longer context, or fewer near keys and slots"
             )
         return min(total, math.floor((self.share * softmax - fixed) / each))
 

@@ -62,7 +62,8 @@ def test_the_cache_keeps_what_was_promised(share, dtype):
 
 def test_what_does_not_fit_is_said_before_anything_is_learned():
     model, seen = planted(), []
-    with pytest.raises(ValueError, match=r"share=0\.01 .*alone keeps, 0\..* at context=300; give"):
+    said = r"of 0\.01 .*CacheShare, --memory\) .*alone keeps, 0\..* after 300 tokens; give"
+    with pytest.raises(ValueError, match=said):
         lln.hf.convert(
             model, data(model), options=OPTIONS, keep=CacheShare(0.01, CONTEXT),
             progress=lambda *said: seen.append(said),
