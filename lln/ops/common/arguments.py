@@ -339,7 +339,7 @@ def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
-def exported_for_any(size: int) -> bool:
+def exported_for_any(size: int | torch.SymInt) -> bool:
     """Whether torch.export is recording for every value of a size: what is computed may not differ.
 
     Sizes are numbers otherwise, in torch.compile too, which checks them and compiles again.
