@@ -13,6 +13,7 @@ from typing import Any
 from lln.hf import CacheShare
 
 Row = dict[str, Any]
+CALIBRATION = 4  # batches from which α, β and γ are measured
 # Of recovery where weights begin anew: 2e-5 would leave them nearly as they were drawn.
 SCRATCH_RATE = 5e-4
 

@@ -33,6 +33,7 @@ TURNS, SECONDS = 9, 0.05  # of each commit, and of a turn
 _CHILD = """
 import json, sys, time, torch
 from lln.device.capture import captured
+from lln.records import machine
 from lln_study.bench.cases import Case, call, inputs
 for line in sys.stdin:
     asked = json.loads(line)
@@ -43,6 +44,8 @@ for line in sys.stdin:
             run()
             run = captured(run) if case.device == "cuda" else run
             reply = {}
+        elif "commit" in asked:
+            reply = {"commit": machine.commit()}
         else:
             count, end = 0, time.perf_counter() + asked["seconds"]
             started = time.perf_counter()
@@ -140,11 +143,12 @@ def run(
     """Compare the tree with this one; write the rows as they come, show them at the end."""
     console = console or Console()
     device, own = cases[0].device, Path(__file__).resolve().parents[2]
-    facts, rows, written = machine.facts(device), [], folder
+    facts, rows, written = {**machine.facts(device), "configuration": configuration()}, [], folder
     if device == "cuda":
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda each: compile_ahead(each, cases), (tree, own)))
     with Commit(tree) as old, Commit(own) as new:
+        facts |= {"old_commit": old.ask(commit=True)["commit"]}
         for row in compare(old, new, cases, minutes):
             rows.append({**row, **facts})
             written = saved.save_json({"rows": rows}, folder, subject="commits", device=device)
@@ -152,6 +156,11 @@ def run(
     console.print(table(rows))
     console.print(f"{len(cases) - len(rows)} cases are left out; wrote {written}")
     return written
+
+
+def configuration() -> str:
+    """How rows were measured."""
+    return f"replayed in turns, median of {TURNS} turns of {SECONDS:g} s"
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -6,9 +6,7 @@ thread of its own; ``torch.autograd.set_multithreading_enabled(False)`` keeps it
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from lln.device.timing import quantiles
 from lln.records import machine, saved
 from lln.records.rows import Row
 from lln_study.bench.cases import FORWARD, TRAINING, Case, call, inputs
+from lln_study.bench.step import seconds_of
 
 SUBJECT = "host"
 LENGTHS = (512, 4096)
@@ -70,12 +69,5 @@ def measure(case: Case, calls: int = CALLED) -> Row:
 
 
 def _milliseconds(run: Callable[[], object], case: Case, calls: int) -> float:
-    wait = torch.cuda.synchronize if case.device == "cuda" else nullcontext
-    seconds = []
-    for number in range(WARMING + calls):
-        started = time.perf_counter()
-        run()
-        wait()
-        if number >= WARMING:
-            seconds.append(time.perf_counter() - started)
-    return round(quantiles(seconds).ms_p50, 5)
+    seconds = [seconds_of(run, case.device) for _ in range(WARMING + calls)]
+    return round(quantiles(seconds[WARMING:]).ms_p50, 5)

@@ -86,10 +86,10 @@ def update_of(case: Case, *, base: Setting = BASE) -> Callable[[], None]:
     return update
 
 
-def _seconds(update: Callable[[], None], device: str) -> float:
-    """How long one update takes, to the end of its work on the device."""
+def seconds_of(run: Callable[[], object], device: str) -> float:
+    """How long a call takes, to the end of its work on the device."""
     started = time.perf_counter()
-    update()
+    run()
     if device.startswith("cuda"):
         torch.cuda.synchronize()
     return time.perf_counter() - started
@@ -99,7 +99,7 @@ def milliseconds(case: Case, *, base: Setting = BASE, steps: int = STEPS) -> lis
     """Of a step, forward, backward and AdamW, at 20, 50 and 80 %."""
     try:
         update = update_of(case, base=base)
-        seconds = [_seconds(update, case.device) for _ in range(WARMUP + steps)][WARMUP:]
+        seconds = [seconds_of(update, case.device) for _ in range(WARMUP + steps)][WARMUP:]
     finally:
         update = None
         gc.collect()  # the model, whose parts know each other

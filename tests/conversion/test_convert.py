@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import lln.hf
 from lln.cli import app as cli
-from lln.conversion import estimate, gain, judge, needles, run, subject, unfinished
+from lln.conversion import estimate, findings, gain, judge, needles, run, subject, unfinished
 from lln.conversion.row import row_of
 from lln.conversion.run import convert_and_judge
 from lln.conversion.settings import Settings
@@ -140,8 +140,8 @@ def test_a_decoder_is_judged_by_its_tokens(converted):
     first, last = found["stages"][0], found["stages"][-1]
     assert found["agreement"] == pytest.approx(first["perplexity"] / last["perplexity"])
     assert found["near_keys"] == 16 + 4
-    assert run.near_keys({"near": lln.Near(16, overlap=8, sinks=4)}, causal=True) == 28
-    assert run.near_keys({"near": lln.Near(16, overlap=8)}, causal=False) == 32
+    assert findings.near_keys({"near": lln.Near(16, overlap=8, sinks=4)}, causal=True) == 28
+    assert findings.near_keys({"near": lln.Near(16, overlap=8)}, causal=False) == 32
     assert {row["model"] for row in found["needles"]} == {"teacher", "student"}
     assert set(found["loss_by_position"]) == {"teacher", "student"}
     assert len(found["texts"]) == 3

@@ -252,7 +252,7 @@ class AttentionCall:
         if self.kernel == "near_far":
             scores = self._joint_scores(sample, heads, q, k)
         elif self.kernel == "lln":
-            scores = self._lln_weights(sample, heads, q, k).log()
+            scores = self._lln_weights(sample, heads, q, k)[0].log()
         else:
             scores = q @ k.mT / math.sqrt(q.shape[-1])
         if self.kept is not None:
@@ -277,14 +277,10 @@ class AttentionCall:
         k = repeat_heads(self.k[sample, None], self.heads)[0, head][self.keys[sample]]
         return q @ k.mT / math.sqrt(q.shape[-1])
 
-    def _lln_weights(self, sample: int, heads: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """A Bᵀ over all keys that count, in float64."""
-        return self._lln_factors(sample, heads, q, k)[0]
-
-    def _lln_factors(
+    def _lln_weights(
         self, sample: int, heads: Tensor, q: Tensor, k: Tensor
-    ) -> tuple[Tensor, Float[Tensor, "H n"]]:
-        """The same, and the logarithm of what the weights of a query were divided by."""
+    ) -> tuple[Float[Tensor, "H n m"], Float[Tensor, "H n"]]:
+        """A Bᵀ over all keys that count, in float64, and the logarithm of its rows' normalisers."""
         assert self.alpha is not None and self.beta is not None
         alpha = self.alpha[sample, heads].double()[:, None, None]
         beta = repeat_heads(self.beta[sample, None], self.heads)[0, heads].double()[:, None, None]
@@ -297,7 +293,7 @@ class AttentionCall:
         both = self.branches
         assert both is not None and both.gamma is not None
         assert both.q is not None and both.k is not None
-        weights, level = self._lln_factors(sample, heads, q, k)
+        weights, level = self._lln_weights(sample, heads, q, k)
         far = weights.log() + level[..., None] + both.gamma[sample, heads].double()[:, None, None]
         queries, keys = self.tokens[sample], self.keys[sample]
         near_q = both.q[sample, heads][:, queries].double()

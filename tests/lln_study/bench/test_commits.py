@@ -23,7 +23,8 @@ def test_both_run_every_case_and_an_error_is_told(tmp_path, monkeypatch):
     written = commits.run(ROOT, tmp_path, cases=cases, minutes=5.0)
     right, wrong = json.loads(written.read_text(encoding="utf-8"))["rows"]
     assert right["old_ms"] > 0 and right["new_ms"] > 0 and right["new_over_old"] > 0
-    assert right["commit"] and "the tensors are on cpu" in wrong["error"]
+    assert right["commit"] == right["old_commit"] and "turns of 0.001 s" in right["configuration"]
+    assert "the tensors are on cpu" in wrong["error"]
     assert commits.table([right, wrong]).row_count == 2
 
 
