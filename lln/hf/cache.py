@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.generation.configuration_utils import GenerationMode
 
 from lln.hf.cores import attend, calibration_of
 from lln.hf.decode import chunk, step
@@ -19,6 +20,8 @@ from lln.hf.softmax import kept_keys, put_softmax, softmax_heads_of
 from lln.nn import LLNAttention
 from lln.ops.common.arguments import may_look_at
 from lln.protocols import compute_dtype
+
+PREPARE = "_prepare_cache_for_generation"  # what transformers calls to make a cache
 
 
 class StateLayer(CacheLayerMixin):
@@ -288,3 +291,21 @@ def use_states(cache: object, modules: list[nn.Module]) -> None:
             cache.layers.append(DynamicLayer())
         if index < len(cache.layers) and type(cache.layers[index]) is DynamicLayer:
             cache.layers[index] = StateLayer()
+
+
+def prepare_cache(
+    model: Any, generation_config: Any, model_kwargs: dict, generation_mode: Any, *args, **kwargs
+) -> Any:
+    """Prepare the model's own cache, with states in the layers that can decode from one.
+
+    Assisted decoding takes tokens back, which a state cannot; it keeps all keys, and is right too.
+    """
+    given = model_kwargs.get("past_key_values") is not None
+    prepare = getattr(type(model), PREPARE)
+    result = prepare(model, generation_config, model_kwargs, generation_mode, *args, **kwargs)
+    takes_back = generation_mode == GenerationMode.ASSISTED_GENERATION or getattr(
+        generation_config, "is_assistant", False
+    )
+    if not given and not takes_back:
+        use_states(model_kwargs.get("past_key_values"), list(model.modules()))
+    return result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Container
 from functools import partial
 from typing import Any
@@ -29,7 +28,13 @@ from lln.hf.one_by_one import one_by_one
 from lln.hf.packing import from_lengths, from_positions
 from lln.hf.positions import RELATIVE, check_positions, is_rotary
 from lln.hf.rotation import HANDED_ON, Rotation, rotation_of
-from lln.hf.softmax import SoftmaxCall, pair_mask, softmax_attention
+from lln.hf.softmax import (
+    SoftmaxCall,
+    added_mask,
+    eager_of,
+    pair_mask,
+    softmax_attention,
+)
 
 MIXED = "lln_mixed"  # models in which some layers keep softmax attention
 # Arguments of an attention call that change what softmax computes, and that linear attention has no
@@ -379,29 +384,10 @@ def _softmax(
     options = {"dropout": dropout, "scaling": scaling, **others}
     eager = eager_of(module) if getattr(module, "_lln_before", None) == "eager" else None
     if eager is not None:
-        return eager(module, query, key, value, _added(mask, query, key, causal), **options)[
-            0
-        ], None
+        added = added_mask(mask, query, key, is_causal=causal)
+        return eager(module, query, key, value, added, **options)[0], None
     attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
     return attend(module, query, key, value, mask, is_causal=causal, **options)[0], None
-
-
-def eager_of(module: nn.Module) -> Any:
-    """The eager attention of a module's family, which every one of them writes itself."""
-    forward = inspect.unwrap(type(module).forward)
-    return getattr(forward, "__globals__", {}).get("eager_attention_forward")
-
-
-def _added(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) -> Tensor | None:
-    """A mask as eager attention adds it to its scores, from a bool one or from none."""
-    if mask is None and is_causal and query.shape[2] > 1:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
-        mask = mask.tril(key.shape[2] - query.shape[2])[None, None]
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(
-        ~mask, torch.finfo(query.dtype).min
-    )
 
 
 def _follows(core: nn.Module) -> bool:

@@ -10,11 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.generation.configuration_utils import GenerationMode
 
 from lln import zoo
 from lln.hf import cores
-from lln.hf.cache import use_states
+from lln.hf.cache import PREPARE, prepare_cache
 from lln.hf.positions import follow_padding, owner_of
 from lln.hf.register import MIXED, implementation_name, register
 from lln.hf.rotation import follow_rotation, let_see_before
@@ -27,7 +26,6 @@ from lln.ops.window.near import Near
 # In config.json: no such implementation exists, so that a plain from_pretrained stops there instead
 # of running softmax. `from_pretrained(folder, attn_implementation="sdpa")` asks for that openly.
 LOAD_WITH = "load this model with lln.hf.load"
-PREPARE = "_prepare_cache_for_generation"  # what transformers calls to make a cache
 
 
 @dataclasses.dataclass
@@ -405,21 +403,3 @@ def from_json(options: dict[str, Any]) -> dict[str, Any]:
         name: MomentFit(**value) if name == "method" and isinstance(value, dict) else value
         for name, value in options.items()
     }
-
-
-def prepare_cache(
-    model: Any, generation_config: Any, model_kwargs: dict, generation_mode: Any, *args, **kwargs
-) -> Any:
-    """Prepare the model's own cache, with states in the layers that can decode from one.
-
-    Assisted decoding takes tokens back, which a state cannot; it keeps all keys, and is right too.
-    """
-    given = model_kwargs.get("past_key_values") is not None
-    prepare = getattr(type(model), PREPARE)
-    result = prepare(model, generation_config, model_kwargs, generation_mode, *args, **kwargs)
-    takes_back = generation_mode == GenerationMode.ASSISTED_GENERATION or getattr(
-        generation_config, "is_assistant", False
-    )
-    if not given and not takes_back:
-        use_states(model_kwargs.get("past_key_values"), list(model.modules()))
-    return result

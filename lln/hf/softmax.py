@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -121,3 +123,23 @@ def _key_heads(heads: Sequence[int], group: int) -> list[int]:
 def pick(x: Tensor, heads: Sequence[int]) -> Tensor:
     """Chosen heads; by slices, as an index would be copied to the device in every call."""
     return torch.stack([x[:, head] for head in heads], 1)
+
+
+def eager_of(module: nn.Module) -> Any:
+    """The eager attention of a module's family, which every one of them writes itself."""
+    forward = inspect.unwrap(type(module).forward)
+    return getattr(forward, "__globals__", {}).get("eager_attention_forward")
+
+
+def added_mask(
+    mask: Tensor | None, query: Tensor, key: Tensor, *, is_causal: bool
+) -> Tensor | None:
+    """A mask as eager attention adds it to its scores, from a bool one or from none."""
+    if mask is None and is_causal and query.shape[2] > 1:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+        mask = mask.tril(key.shape[2] - query.shape[2])[None, None]
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(
+        ~mask, torch.finfo(query.dtype).min
+    )

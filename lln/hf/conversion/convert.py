@@ -18,6 +18,7 @@ from lln.hf import cores
 from lln.hf.calibrate import calibrate
 from lln.hf.conversion.cache_size import CacheShare
 from lln.hf.conversion.digest import digest_of_batches, digest_of_model
+from lln.hf.conversion.errors import head_errors, layer_errors, of_layers
 from lln.hf.conversion.keep import (
     Heads,
     Scores,
@@ -320,31 +321,6 @@ def _given_back(model: PreTrainedModel, copied: PreTrainedModel | None) -> Itera
                 for x, value in zip(model.parameters(), copied.parameters(), strict=True):
                     x.copy_(value)
         raise
-
-
-def layer_errors(model: nn.Module, batches: Sequence[Batch]) -> dict[int, float]:
-    """‖core − softmax‖ / ‖softmax‖ of every replaced layer, by its number; nothing learns."""
-    return of_layers(head_errors(model, batches))
-
-
-def head_errors(model: nn.Module, batches: Sequence[Batch]) -> dict[int, list[float]]:
-    """‖core_h − softmax_h‖² / ‖softmax‖² of the heads of every replaced layer, mean over batches.
-
-    This is the part of each head in the squared error of its layer.
-    """
-    places = list(attention_modules(model))
-    sums: dict[int, list[list[float]]] = {}
-    for row in transfer(model, batches, learning_rate=0):
-        sums.setdefault(places.index(row["layer"]), []).append(row["heads"])
-    return {
-        number: [sum(head) / len(head) for head in zip(*found, strict=True)]
-        for number, found in sums.items()
-    }
-
-
-def of_layers(errors: Mapping[int, Sequence[float]]) -> dict[int, float]:
-    """The error of every layer from the parts of its heads."""
-    return {number: sum(heads) ** 0.5 for number, heads in errors.items()}
 
 
 class _Clock:

@@ -13,10 +13,8 @@ Leaving the block restores all of them, after an exception too.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -29,11 +27,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from lln.instruments.recording.attention_call import AttentionCall, Branches, readable
-from lln.instruments.recording.core_call import call_of_core, name_of
-from lln.instruments.recording.masks import MaskMeaning, read_sdpa_mask
+from lln.instruments.recording.attention_call import AttentionCall
+from lln.instruments.recording.collector import Collector
 from lln.ops.dispatch import IMPLEMENTATIONS
-from lln.ops.window.near import Near
 
 LLN_OPS = ("bidirectional", "causal", "block_causal", "lln_diag", "near_far")
 SOFTMAX_OPS = ("block_diagonal", "near")  # watched, as they are made of torch's attention
@@ -53,17 +49,17 @@ def attention_calls(model: nn.Module, *, samples: int = 1) -> Iterator[list[Atte
         ...     model(x)
         >>> calls[0].measured(["entropy"])                            # {"entropy": [samples, H]}
     """
-    recorder = _Recorder(model, samples)
+    collector = Collector(model, samples)
     with contextlib.ExitStack() as undo:
         for handle in (
-            register_module_forward_pre_hook(lambda module, _: recorder.enter(module)),
-            register_module_forward_hook(recorder.leave, with_kwargs=True, always_call=True),
+            register_module_forward_pre_hook(lambda module, _: collector.enter(module)),
+            register_module_forward_hook(collector.leave, with_kwargs=True, always_call=True),
         ):
             undo.callback(_remove, handle)
-        undo.enter_context(_watched_ops(recorder))
-        undo.enter_context(_watched_interface(recorder))
-        undo.enter_context(_TorchFunctions(recorder))
-        yield recorder.calls
+        undo.enter_context(_watched_ops(collector))
+        undo.enter_context(_watched_interface(collector))
+        undo.enter_context(_TorchFunctions(collector))
+        yield collector.calls
 
 
 def _remove(handle: RemovableHandle) -> None:
@@ -72,160 +68,30 @@ def _remove(handle: RemovableHandle) -> None:
     modules._global_forward_hooks_with_kwargs.pop(handle.id, None)
 
 
-class _Recorder:
-    """Turns what the four places see into calls, in the thread that opened the block."""
-
-    def __init__(self, model: nn.Module, samples: int) -> None:
-        self.calls: list[AttentionCall] = []
-        self.samples = samples
-        self.names = {module: name for name, module in model.named_modules()}
-        self.stack: list[nn.Module] = []
-        self.found: list[int] = []  # calls before each module of the stack
-        self.thread = threading.get_ident()
-        self.inside = False  # an op of this package, which may be made of torch's
-
-    @property
-    def active(self) -> bool:
-        return threading.get_ident() == self.thread
-
-    def enter(self, module: nn.Module) -> None:
-        if self.active:
-            self.stack.append(module)
-            self.found.append(len(self.calls))
-
-    def leave(self, module: nn.Module, given: tuple, *rest: Any) -> None:
-        """A module returns; after an exception torch gives no keyword arguments."""
-        if not self.active or not self.stack:
-            return
-        self.stack.pop()
-        out, named = rest[-1], rest[0] if len(rest) == 2 else {}
-        name = name_of(module)
-        if self.found.pop() == len(self.calls) and name is not None and out is not None:
-            call = call_of_core(name, module, given, named, self.samples)
-            if call is not None:
-                place = {"layer": len(self.calls), "module": self._own()}
-                self.calls.append(dataclasses.replace(call, **place))
-
-    def _own(self) -> str:
-        """The innermost module of the model that runs now."""
-        return next((self.names[x] for x in reversed(self.stack) if x in self.names), "")
-
-    def add(self, kernel: str, q: Tensor, k: Tensor, **options: Any) -> None:
-        self.calls.append(AttentionCall(len(self.calls), self._own(), kernel, q=q, k=k, **options))
-
-    def softmax(
-        self,
-        q: Tensor,
-        k: Tensor,
-        mask: object,
-        *,
-        is_causal: bool,
-        scale: float | None,
-        kernel: str = "softmax",
-        **options: Any,
-    ) -> None:
-        """Record attention with softmax weights, or of an unknown kind if ``kernel`` says so."""
-        if q.dim() == 3:
-            q, k = q[:, None], k[:, None]
-            mask = mask[:, None] if isinstance(mask, Tensor) and mask.dim() == 3 else mask
-        heads = self._kept_heads()
-        if heads and q.shape[1] == len(heads) and kernel == "softmax":
-            self._keep(heads, q, k, scale)
-            return
-        if q.dim() != 4 or q.is_nested or q.numel() == 0 or k.numel() == 0:
-            return
-        samples = min(self.samples, q.shape[0])
-        seen = read_sdpa_mask(
-            mask, is_causal=is_causal, samples=samples, queries=q.shape[2], keys=k.shape[2]
-        )
-        if options.pop("unreadable", ""):
-            seen = MaskMeaning(unreadable="its weights depend on more than queries, keys and mask")
-        scaled = readable(q, samples)
-        if scale is not None:
-            scaled = scaled * (scale * q.shape[-1] ** 0.5)
-        visibility = {name: getattr(seen, name) for name in MaskMeaning.__dataclass_fields__}
-        self.add(kernel, scaled, readable(k, samples), **visibility, **options)
-
-    def _kept_heads(self) -> tuple[int, ...]:
-        """Heads of the module that attends which keep softmax beside a linear core."""
-        core = getattr(self.stack[-1], "lln", None) if self.stack else None
-        return getattr(core, "softmax_heads", ())
-
-    def _keep(self, heads: tuple[int, ...], q: Tensor, k: Tensor, scale: float | None) -> None:
-        """Add the heads that keep softmax to the linear call before, whose keys they see.
-
-        A core that is not ours was not recorded, and is not: its matrix is not known.
-        """
-        last = self.calls[-1] if self.calls else None
-        own = self._own()
-        if last is None or last.module != own or last.alpha is None or last.kept is not None:
-            return
-        q = readable(q, self.samples)
-        q = q if scale is None else q * (scale * q.shape[-1] ** 0.5)
-        seen = {"key_mask": last.key_mask, "is_causal": last.is_causal}
-        softmax = AttentionCall(
-            last.layer, own, "softmax", q=q, k=readable(k, self.samples), **seen
-        )
-        self.calls[-1] = dataclasses.replace(last, kept=(heads, softmax))
-
-    def lln(self, op: str, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
-        """Record an op of this package."""
-        if options.get("state") is not None or q.numel() == 0 or k.numel() == 0:
-            return
-        n = self.samples
-        branches, local = None, options if op in ("lln_diag", "near_far") else None
-        if local is not None:
-            mix = local.get("mix")
-            mix = None if mix is None else mix.detach().to(q.dtype, copy=True)
-            gamma = local.get("gamma")
-            branches = Branches(
-                readable(v, n),
-                Near.of_op(local),
-                mix,
-                q=readable(q, n),
-                k=readable(k, n),
-                gamma=None if gamma is None else readable(gamma, n),
-            )
-        if op in ("lln_diag", "near_far"):
-            q, k = options.get("q_far", q), options.get("k_far", k)
-        mask = options.get("key_mask")
-        self.add(
-            "near_far" if op == "near_far" else "lln",
-            readable(q, n),
-            readable(k, n),
-            key_mask=None if mask is None else mask[:n].clone(),
-            is_causal=op in ("causal", "block_causal") or options.get("is_causal", False),
-            unreadable="its blocks are causal" if options.get("causal_block") else "",
-            alpha=readable(options["alpha"], n),
-            beta=readable(options["beta"], n),
-            branches=branches,
-        )
-
-
 class _TorchFunctions(TorchFunctionMode):
     """Sees torch's own attention functions, whoever calls them."""
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, collector: Collector) -> None:
         super().__init__()
-        self.recorder = recorder
+        self.collector = collector
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if self.recorder.inside:
+        if self.collector.inside:
             return out
         if func is F.scaled_dot_product_attention:
-            _record_sdpa(self.recorder, *args, **kwargs)
+            _record_sdpa(self.collector, *args, **kwargs)
         elif func is F.multi_head_attention_forward:
             bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
             bound.apply_defaults()
-            _record_multihead(self.recorder, **bound.arguments)
+            _record_multihead(self.collector, **bound.arguments)
         return out
 
 
 @torch.no_grad()
 def _record_sdpa(
-    recorder: _Recorder,
+    collector: Collector,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -235,12 +101,12 @@ def _record_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> None:
-    recorder.softmax(query, key, attn_mask, is_causal=is_causal, scale=scale)
+    collector.softmax(query, key, attn_mask, is_causal=is_causal, scale=scale)
 
 
 @torch.no_grad()
 def _record_multihead(
-    recorder: _Recorder,
+    collector: Collector,
     query: Tensor,
     key: Tensor,
     num_heads: int,
@@ -263,7 +129,7 @@ def _record_multihead(
         q_proj_weight, k_proj_weight = in_proj_weight.chunk(3)[:2]
     biases = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
     batched = query.dim() == 3
-    n = recorder.samples
+    n = collector.samples
 
     def heads(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         assert weight is not None
@@ -289,7 +155,7 @@ def _record_multihead(
     if add_zero_attn:
         k = torch.cat([k, torch.zeros_like(k[:, :, :1])], dim=2)
     mask = _added(masks, q, extra)
-    recorder.softmax(q, k, mask, is_causal=is_causal and attn_mask is None, scale=None)
+    collector.softmax(q, k, mask, is_causal=is_causal and attn_mask is None, scale=None)
 
 
 def _added(masks: list[Tensor], like: Tensor, extra: int) -> Tensor | None:
@@ -303,11 +169,11 @@ def _added(masks: list[Tensor], like: Tensor, extra: int) -> Tensor | None:
 
 
 @contextlib.contextmanager
-def _watched_ops(recorder: _Recorder) -> Iterator[None]:
+def _watched_ops(collector: Collector) -> Iterator[None]:
     """Record the ops of every implementation that dispatch looks up inside the block."""
     kept = dict(IMPLEMENTATIONS)
     for name, module in kept.items():
-        IMPLEMENTATIONS[name] = _WatchedOps(module, recorder)
+        IMPLEMENTATIONS[name] = _WatchedOps(module, collector)
     try:
         yield
     finally:
@@ -317,9 +183,9 @@ def _watched_ops(recorder: _Recorder) -> Iterator[None]:
 class _WatchedOps(ModuleType):
     """An implementation whose attention ops are recorded when they have run."""
 
-    def __init__(self, module: ModuleType, recorder: _Recorder) -> None:
+    def __init__(self, module: ModuleType, collector: Collector) -> None:
         super().__init__(module.__name__)
-        self._module, self._recorder = module, recorder
+        self._module, self._collector = module, collector
 
     def __getattr__(self, name: str) -> Any:
         op = getattr(self._module, name)
@@ -327,22 +193,22 @@ class _WatchedOps(ModuleType):
             return op
 
         def recorded(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-            if not self._recorder.active:
+            if not self._collector.active:
                 return op(q, k, v, **options)
-            self._recorder.inside = True
+            self._collector.inside = True
             try:
                 out = op(q, k, v, **options)
             finally:
-                self._recorder.inside = False
+                self._collector.inside = False
             if name in LLN_OPS:
-                self._recorder.lln(name, q, k, v, options)
+                self._collector.lln(name, q, k, v, options)
             return out
 
         return recorded
 
 
 @contextlib.contextmanager
-def _watched_interface(recorder: _Recorder) -> Iterator[None]:
+def _watched_interface(collector: Collector) -> Iterator[None]:
     """Wrap the attention functions that transformers hands out, if it is loaded at all."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
@@ -354,10 +220,10 @@ def _watched_interface(recorder: _Recorder) -> Iterator[None]:
 
     def get_interface(self, attn_implementation: str, default: Callable) -> Callable:
         found = find(self, attn_implementation, default)
-        return _watched_function(found, attn_implementation or "eager", recorder)
+        return _watched_function(found, attn_implementation or "eager", collector)
 
     def getitem(self, key: str) -> Callable:
-        return _watched_function(lookup(self, key), key, recorder)
+        return _watched_function(lookup(self, key), key, collector)
 
     interface.get_interface, interface.__getitem__ = get_interface, getitem
     try:
@@ -370,14 +236,14 @@ def _watched_interface(recorder: _Recorder) -> Iterator[None]:
                 setattr(interface, name, function)
 
 
-def _watched_function(function: Callable, name: str, recorder: _Recorder) -> Callable:
+def _watched_function(function: Callable, name: str, collector: Collector) -> Callable:
     """Record a call unless something inside it, SDPA or an op of this package, was recorded."""
 
     def recorded(module, query, key, value, attention_mask=None, *args, **options):
-        before = len(recorder.calls)
+        before = len(collector.calls)
         out = function(module, query, key, value, attention_mask, *args, **options)
-        if recorder.active and len(recorder.calls) == before:
-            _record_interface(recorder, name, module, query, key, attention_mask, options)
+        if collector.active and len(collector.calls) == before:
+            _record_interface(collector, name, module, query, key, attention_mask, options)
         return out
 
     return recorded
@@ -385,7 +251,7 @@ def _watched_function(function: Callable, name: str, recorder: _Recorder) -> Cal
 
 @torch.no_grad()
 def _record_interface(
-    recorder: _Recorder,
+    collector: Collector,
     name: str,
     module: nn.Module,
     query: Tensor,
@@ -407,7 +273,7 @@ def _record_interface(
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", False) if causal is None else causal
     window = options.get("sliding_window")
-    recorder.softmax(
+    collector.softmax(
         query,
         key,
         mask,
