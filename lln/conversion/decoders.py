@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,17 @@ from lln.conversion.watched import watched
 
 Row = dict[str, Any]
 AT_ONCE = 1024  # positions whose logits are turned to float32 together
+ON_GPU = 1 << 14  # tokens of a pass there; fewer leave it waiting for the host
+
+
+def parts(whole: Sequence[Any], most: int) -> list[Sequence[Any]]:
+    """A sequence cut into parts of so many, and what is left."""
+    return [whole[start : start + most] for start in range(0, len(whole), most)]
+
+
+def rows_at_once(model: Any, length: int) -> int:
+    """Sequences of so many tokens that are read together; on a CPU that gains nothing."""
+    return max(1, ON_GPU // length) if model.device.type == "cuda" else 1
 
 
 @torch.no_grad()
@@ -26,8 +37,8 @@ def losses(model: Any, ids: Int[Tensor, "B N"], scored: int) -> Float[Tensor, "B
     ids = ids.to(model.device)
     logits = last_logits(model, ids, scored + 1)[:, :-1]
     wanted = ids[:, -scored:]
-    parts = zip(logits.split(AT_ONCE, 1), wanted.split(AT_ONCE, 1), strict=True)
-    found = [F.cross_entropy(x.float().mT, y, reduction="none") for x, y in parts]
+    pieces = zip(logits.split(AT_ONCE, 1), wanted.split(AT_ONCE, 1), strict=True)
+    found = [F.cross_entropy(x.float().mT, y, reduction="none") for x, y in pieces]
     return torch.cat(found, 1).cpu()
 
 
@@ -66,12 +77,19 @@ def windows(tokens: int, window: int, stride: int) -> Iterator[Window]:
             return
 
 
+def _alike(found: Iterable[Window], most: int) -> list[Sequence[Window]]:
+    """Neighbours of one size that score as many tokens, so many of them together."""
+    groups = itertools.groupby(found, lambda own: (own.end - own.begin, own.scored))
+    return [part for _, group in groups for part in parts(list(group), most)]
+
+
 def perplexity(
     model: Any,
     ids: Int[Tensor, " n"],
     *,
     window: int = 2048,
     stride: int = 1024,
+    batch_size: int | None = None,
     label: str = "",
 ) -> Row:
     """Perplexity of a text by the strided windows of Hugging Face's guide for fixed lengths.
@@ -83,6 +101,7 @@ def perplexity(
         ids: The text as the model's own tokenizer writes it.
         window: Tokens that the model sees at once.
         stride: Tokens that a window moves on.
+        batch_size: Windows that are read together; by default what suits the device.
         label: Shows progress under this name.
 
     Returns:
@@ -91,10 +110,12 @@ def perplexity(
     if len(ids) < 2:
         raise ValueError(f"the text has {len(ids)} tokens; at least 2 are needed")
     total, count = 0.0, 0
-    for each in watched(list(windows(len(ids), window, stride)), label):
-        found = losses(model, ids[None, each.begin : each.end], each.scored)
+    together = batch_size or rows_at_once(model, window)
+    for each in watched(_alike(windows(len(ids), window, stride), together), label):
+        rows = torch.stack([ids[own.begin : own.end] for own in each])
+        found = losses(model, rows, each[0].scored)
         total += found.sum(dtype=torch.float64).item()
-        count += each.scored
+        count += found.numel()
     return {"perplexity": math.exp(total / count), "nll": total / count, "tokens": count}
 
 
@@ -104,7 +125,7 @@ def loss_by_position(
     *,
     length: int,
     edges: Sequence[int] | None = None,
-    batch_size: int = 1,
+    batch_size: int | None = None,
     label: str = "",
 ) -> list[Row]:
     """Mean −ln p of tokens by how many stand before them: does more context keep helping?
@@ -114,6 +135,7 @@ def loss_by_position(
     Args:
         edges: Bins are edges[i] … edges[i+1] − 1 tokens of context, from 1 to ``length`` − 1; by
             default every bin is twice as long as what is before it, from 32 on.
+        batch_size: Windows that are read together; by default what suits the device.
 
     Returns:
         A row per bin: ``from``, ``to`` (inclusive), ``nll``, ``tokens``, and ``se``, the standard
@@ -128,7 +150,8 @@ def loss_by_position(
     edges = _doubling(length) if edges is None else list(edges)
     if edges != sorted(set(edges)) or edges[0] != 1 or edges[-1] != length:
         raise ValueError(f"edges={edges} must rise from 1 to length={length}")
-    batches = ids[: count * length].view(count, length).split(batch_size)
+    together = batch_size or rows_at_once(model, length)
+    batches = ids[: count * length].view(count, length).split(together)
     found = [losses(model, batch, length - 1) for batch in watched(batches, label)]
     table = torch.cat(found).double()  # [windows, length − 1]; column c has c + 1 tokens before it
     rows = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lln.conversion.decoders import last_logits
+from lln.conversion.decoders import last_logits, parts, rows_at_once
 from lln.conversion.texts import Frame
 from lln.conversion.watched import watched
 from lln.records.seeds import generator
@@ -113,7 +114,7 @@ def find_needles(
         options = {"length": length, "seed": seed}
         asked = [needle(tokenizer, text, distance, number=i, **options) for i in range(count)]
         for name, model in models.items():
-            right, told = zip(*(_answer(model, each) for each in asked), strict=True)
+            right, told = zip(*_answers(model, asked), strict=True)
             rows.append(
                 {
                     "model": name,
@@ -128,10 +129,21 @@ def find_needles(
     return rows
 
 
-def _answer(model: Any, asked: Needle) -> tuple[list[bool], float]:
-    """Which tokens of the answer are the most likely ones, and the logarithm of its probability."""
-    ids = asked.ids[None].to(model.device)
-    logits = last_logits(model, ids, asked.answer + 1)[0, :-1].float()
-    wanted = ids[0, -asked.answer :]
-    told = logits.log_softmax(-1).gather(1, wanted[:, None]).sum().item()
-    return (logits.argmax(-1) == wanted).tolist(), told
+def _answers(model: Any, asked: Sequence[Needle]) -> Iterator[tuple[list[bool], float]]:
+    """Which tokens of each answer are the most likely ones, and the logarithm of its probability.
+
+    Answers of one length are read together; the order is theirs.
+    """
+    alike = itertools.groupby(sorted(asked, key=_size), _size)
+    for (tokens, answer), group in alike:
+        for part in parts(list(group), rows_at_once(model, tokens)):
+            ids = torch.stack([each.ids for each in part]).to(model.device)
+            logits = last_logits(model, ids, answer + 1)[:, :-1].float()
+            wanted = ids[:, -answer:]
+            told = logits.log_softmax(-1).gather(2, wanted[..., None]).sum((1, 2))
+            right = logits.argmax(-1) == wanted
+            yield from zip(right.tolist(), told.tolist(), strict=True)
+
+
+def _size(each: Needle) -> tuple[int, int]:
+    return len(each.ids), each.answer

@@ -39,8 +39,8 @@ def test_a_short_text_has_the_loss_of_the_model(family):
     assert found["tokens"] == 39
 
 
-@pytest.mark.parametrize("tokens", [33, 48, 61])
-def test_strided_windows_score_every_token_once_with_its_context(tokens, monkeypatch):
+@pytest.mark.parametrize(("tokens", "together"), [(33, 1), (48, None), (61, 3), (61, 100)])
+def test_strided_windows_score_every_token_once_with_its_context(tokens, together, monkeypatch):
     monkeypatch.setattr(decoders, "AT_ONCE", 7)
     model, ids, window, stride = make("llama"), text(1, tokens)[0], 16, 6
     begins = range(0, tokens, stride)
@@ -48,7 +48,8 @@ def test_strided_windows_score_every_token_once_with_its_context(tokens, monkeyp
         one_loss(model, ids, next(b for b in begins if b + window > token), token)
         for token in range(1, tokens)
     )
-    found = decoders.perplexity(model, ids, window=window, stride=stride)
+    options = {"window": window, "batch_size": together}
+    found = decoders.perplexity(model, ids, stride=stride, **options)
     assert found["tokens"] == tokens - 1
     assert found["nll"] == pytest.approx(total / (tokens - 1), rel=1e-5)
     other = decoders.perplexity(model, ids, window=window, stride=window - 1)
@@ -65,6 +66,13 @@ def test_windows_meet_without_overlap(tokens, window, stride):
     for each in found[1:]:
         assert each.end - each.scored - each.begin >= window - stride
         assert each.end - each.begin <= window
+
+
+def test_a_gpu_reads_many_short_windows_at_once():
+    on_cpu, on_gpu = (types.SimpleNamespace(device=torch.device(name)) for name in ("cpu", "cuda"))
+    assert decoders.rows_at_once(on_cpu, 64) == 1
+    found = [decoders.rows_at_once(on_gpu, length) for length in (2048, 8192, 1 << 20)]
+    assert found == [8, 2, 1]
 
 
 def test_a_stride_of_a_whole_window_is_refused():
@@ -138,15 +146,17 @@ class Copies(nn.Module):
         self.reach = reach
 
     def forward(self, ids, use_cache=False):
-        [line] = ids.tolist()
-        logits = torch.zeros(1, len(line), len(TOKENIZER))
-        for i, j in itertools.product(range(4, len(line)), range(4, len(line))):
-            if 0 < i - j <= self.reach and line[i - 3 : i + 1] == line[j - 3 : j + 1]:
-                logits[0, i, line[j + 1]] = 20.0
+        logits = torch.zeros(*ids.shape, len(TOKENIZER))
+        for row, line in enumerate(ids.tolist()):
+            for i, j in itertools.product(range(4, len(line)), range(4, len(line))):
+                if 0 < i - j <= self.reach and line[i - 3 : i + 1] == line[j - 3 : j + 1]:
+                    logits[row, i, line[j + 1]] = 20.0
         return types.SimpleNamespace(logits=logits)
 
 
-def test_a_model_that_copies_finds_needles_within_its_reach():
+@pytest.mark.parametrize("together", [1, 3])
+def test_a_model_that_copies_finds_needles_within_its_reach(together, monkeypatch):
+    monkeypatch.setattr(needles, "rows_at_once", lambda model, length: together)
     models = {"far": Copies(200), "near": Copies(30)}
     distances = [20, 30, 31, 60, None]
     rows = needles.find_needles(models, TOKENIZER, REAL, distances, length=90, count=4)

@@ -11,6 +11,7 @@ from lln_study.paper.pages.blocks import (
     NOTHING_YET,
     Blocks,
     Row,
+    crossed,
     from_file,
     listed,
     markdown_table,
@@ -143,8 +144,11 @@ def of_ops(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def serving(results: Path) -> str:
-    """A step and the size of the seats against the length of streams: on a GPU, then on a CPU."""
-    made = [from_file(f"serving_{machine}", _seats)(results) for machine in ("nvidia*", "[!n]*")]
+    """Steps and memory of streams against their length: with kept heads on a GPU, then on a CPU."""
+    made = [
+        from_file("serving-kept_*", _kept)(results),
+        from_file("serving_*", _seats)(results),
+    ]
     return "\n\n".join(table for table in made if table != NOTHING_YET) or NOTHING_YET
 
 
@@ -152,6 +156,18 @@ def _seats(rows: Sequence[Row]) -> str:
     mib = {"ours": "ours_bytes", "softmax": "softmax_bytes"}
     shown = [{**row, **{name: row[of] / 2**20 for name, of in mib.items()}} for row in rows]
     return listed(shown, SERVING)
+
+
+def _kept(rows: Sequence[Row]) -> str:
+    """A step of softmax, and of ours by the key heads that keep softmax."""
+    line, found = "{seats} × {tokens:,}", {}
+    for row in rows:
+        heads = row.get("kept_key_heads", 0)
+        columns = {f"ours, {heads or 'none'} kept": "ours", "softmax": "softmax"}
+        for column, of in columns.items():
+            cell = f"{row[f'{of}_ms']:.3g} ms, {row[f'{of}_bytes'] / 2**20:,.0f} MiB"
+            found.setdefault((line.format_map(row), column), cell)
+    return crossed("streams × tokens so far", found)
 
 
 def _host(rows: Sequence[Row]) -> str:

@@ -29,6 +29,12 @@ def test_a_step_of_serving_is_shown_with_its_memory(tmp_path):
     shown = serving(tmp_path)
     assert "| 8 | 65,536 | 12.3 | 98.8 | 8.00× | 1.0 | 2,048.0 |" in shown
     assert "a Llama; a CPU, 2 threads" in shown
+    kept = [row, {**row, "kept_key_heads": 5, "ours_ms": 20.0, "ours_bytes": 2**22}]
+    (tmp_path / "serving-kept_gpu_2026-01-02.json").write_text(
+        json.dumps({**content, "rows": kept})
+    )
+    line = "| 8 × 65,536 | 12.3 ms, 1 MiB | 98.8 ms, 2,048 MiB | 20 ms, 4 MiB |"
+    assert line in serving(tmp_path) and shown in serving(tmp_path)
 
 
 def test_the_time_of_an_op_is_that_of_our_kernel_from_a_graph_at_one_size():
