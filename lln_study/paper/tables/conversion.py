@@ -27,7 +27,7 @@ FOUND = (
     "are found. Pairs, sayings: −ln p of what generated recall asks for from beyond them, in nats, "
     "softmax → converted. Cache: its share of softmax's after so many tokens."
 )
-LATER = "One row kept layers after its recovery: keep is its last score, and what × compares."
+LATER = "One row kept layers after its recovery, so its last score is that of keep."
 # A softmax model with the same updates is itself: its loss is 0 from the start.
 CONTROL = (
     "The converted model learns from the softmax model's answers alone, so softmax after the same "
