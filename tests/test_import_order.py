@@ -54,7 +54,7 @@ STUDY: dict[str, set[str]] = {
     "study.data": {"texts", "device", "records"},
     "study.tasks": {
         *("study.data", "study.train", "texts", "hf", "zoo", "nn", "functional", "records"),
-        "report",
+        *("conversion", "report"),
     },
     "study.sweep": {"study.sweep_files", "study.tasks", "study.data", "study.train", "records"},
     "study.bench": {

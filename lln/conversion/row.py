@@ -19,7 +19,6 @@ def row_of(found: Mapping[str, Any]) -> Row:
     if configuration["held_out"]:
         configuration["held_out"] = Path(configuration["held_out"]).name
     seed = configuration.pop("seed")
-    text = json.dumps(as_stored(configuration), sort_keys=True)
     left_out = ("curves", "texts", "settings", "seed", "near_shares", "needles")
     errors = {
         f"layer_error_{name}": sum(values) / len(values)
@@ -34,8 +33,17 @@ def row_of(found: Mapping[str, Any]) -> Row:
         "needles": found.get("needles", []),
         "seed": seed,
         "configuration": configuration,
-        "digest": hashlib.sha256(text.encode()).hexdigest()[:12],
+        "digest": digest_of(found["settings"]),
     }
+
+
+def digest_of(decisive: Mapping[str, Any]) -> str:
+    """What names the rows of these settings, whatever their seed and wherever their files lie."""
+    asked = {name: value for name, value in decisive.items() if name != "seed"}
+    for name in ("model", "data", "held_out"):
+        asked[name] = asked[name] and Path(asked[name]).name
+    text = json.dumps(as_stored(asked), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _mean(values: Iterable[float]) -> float | None:

@@ -34,7 +34,10 @@ Key = tuple[str, int]
 #: Name -> module, imported when it is asked for.
 KINDS = {
     name: f"lln_study.tasks.{name}"
-    for name in ("mlm", "glue", "vit", "lra", "table", "step", "lra_step", "table_cost")
+    for name in (
+        *("mlm", "glue", "vit", "lra", "table", "conversion"),
+        *("step", "lra_step", "table_cost"),
+    )
 }
 
 

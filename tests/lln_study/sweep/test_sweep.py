@@ -115,7 +115,8 @@ def test_the_sweeps_of_the_project_are_complete(path):
         _, configs = jobs.runs(spec["run"], own)
         assert configs
         for config in configs if spec["run"] != "glue" else ():
-            name, options = config.train.attention, config.train.options
+            trained = getattr(config, "train", config)
+            name, options = trained.attention, trained.options
             assert name in softmax.NAMES or set(options) <= set(lln.describe(name).defaults)
 
 
