@@ -15,7 +15,7 @@ from pathlib import Path
 from lln.records.files import write_text
 from lln.report import panels
 from lln.report.panels import Panel
-from lln_study.paper.figures import cost, from_rows, lln_alone, overview
+from lln_study.paper.figures import converted, cost, from_rows, lln_alone, table_5
 from lln_study.paper.pages import (
     claims,
     conversion,
@@ -41,10 +41,10 @@ def drawing(name: str, results: Path) -> str:
 DRAWINGS: Mapping[str, tuple[str, Callable[[Path], list[Panel]]]] = {
     "figure_time": ("Time against the number of tokens, softmax and LLN+Diag", cost.panels),
     "figure_lln_alone": ("Loss of pre-training of LLN alone and beside it", lln_alone.panels),
-    "figure_table_5": ("Accuracy on the Long Range Arena, task by task", overview.arena),
+    "figure_table_5": ("Accuracy on the Long Range Arena, task by task", table_5.panels),
     "figure_conversion": (
-        "Perplexity of converted decoders against the keys and values they keep",
-        overview.conversion,
+        "Perplexity of converted decoders, and needles they find, against the size of the cache",
+        converted.panels,
     ),
     **{
         f"figure_{name}": (from_rows.FIGURES[name].title, partial(from_rows.panels, name))

@@ -1,0 +1,101 @@
+"""What a converted decoder reaches with how large a cache: its perplexity, and what it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lln.report.canvas import Axis
+from lln.report.panels import Curve, Panel
+from lln_study.paper.results import Row, grouped, read
+
+HEADS, KEY_HEADS, WIDTH = 9, 3, 64  # of a layer of SmolLM2-135M, by its config
+CONTEXT = 8192  # tokens after which caches are compared
+SURE = 31 / 32  # of the needles: softmax misses one at most where a distance counts
+TITLE = "Converted SmolLM2-135M"
+
+
+def panels(results: Path) -> list[Panel]:
+    """Perplexity, and needles from beyond the near keys, against the size of the cache."""
+    rows = [row for row in read(results, "conversion") if _is_shown(row)]
+    if not rows:
+        return []
+    length = max(row["length"] for row in rows)
+    rows = [row for row in rows if row["length"] == length]
+    x = Axis(f"cache after {CONTEXT:,} tokens, % of softmax", limits=(0, 105))
+    drawn = [
+        Panel(TITLE, _curves(rows, ratio, [1, 1], least=True), x, Axis("perplexity ÷ softmax's"))
+    ]
+    found = [row for row in rows if needles_found(row) is not None]
+    if found:
+        y = Axis("needles found beyond the near keys, %", limits=(0, 105))
+        drawn.append(Panel(TITLE, _curves(found, needles_found, [100, 100], least=False), x, y))
+    return drawn
+
+
+def _curves(
+    rows: Sequence[Row], value: Callable[[Row], float | None], softmax: list[float], *, least: bool
+) -> list[Curve]:
+    """A curve for each way to spend memory, from the setting that the others start from."""
+    ours = [row for row in rows if row["attention"] == "lln_nearfar"]
+    alone = [row for row in ours if not row["kept"] and not row["kept_heads"]]
+    first = min((row["near_keys"] for row in alone), default=None)
+    start = [row for row in alone if row["near_keys"] == first]
+    shown = {
+        "more near keys": alone,
+        "heads keep softmax": start + [row for row in ours if row["kept_heads"]],
+        "layers keep softmax": start + [row for row in ours if row["kept"]],
+        "no far keys": [row for row in rows if row["attention"] != "lln_nearfar"],
+    }
+    curves = []
+    for slot, (label, own) in enumerate(shown.items(), start=1):
+        groups = grouped(own, lambda row: round(cache_share(row), 3)).values()
+        values = [[x for row in group if (x := value(row)) is not None] for group in groups]
+        best = [min(each) if least else max(each) for each in values]
+        shares = [100 * cache_share(group[0]) for group in groups]
+        points = sorted(zip(shares, best, strict=True))
+        if len(points) > 1 or label not in ("heads keep softmax", "layers keep softmax"):
+            xs, ys = [x for x, _ in points], [y for _, y in points]
+            curves += [Curve(label, xs, ys, slot=slot, marker="o", named=True)] if points else []
+    return [*curves, Curve("softmax", [0, 100], softmax, dashed=True, named=True)]
+
+
+def ratio(row: Row) -> float:
+    """Perplexity over that of softmax."""
+    return 1 / row["agreement"]
+
+
+def needles_found(row: Row) -> float | None:
+    """Needles that are found beyond the near keys, %, where softmax finds them; None if unasked."""
+    exact = {(x["model"], x["distance"]): x["exact"] for x in row.get("needles") or ()}
+    far = [
+        exact["student", distance]
+        for (model, distance), share in exact.items()
+        if model == "teacher" and distance and distance > row["near_keys"] and share >= SURE
+    ]
+    return 100 * sum(far) / len(far) if far else None
+
+
+def cache_share(row: Row) -> float:
+    """The cache over that of softmax: as it was measured, of older rows by count.
+
+    A key head of a linear layer has its near keys and values, what the feature maps make of these
+    keys, and a state in float32. Kept heads have all keys and values beside it.
+    """
+    if told := (row.get("cache_share") or {}).get(f"{CONTEXT}"):
+        return told
+    slots = row["options"].get("slots", 2 * WIDTH) if row["attention"] == "lln_nearfar" else 0
+    softmax = 2 * 2 * WIDTH * CONTEXT  # bytes of bfloat16
+    linear = 2 * (2 * WIDTH + slots) * row["near_keys"] + 4 * (WIDTH + 1) * slots
+    layers, group = row["layers"], HEADS // KEY_HEADS
+    heads = sum(len({head // group for head in own}) for own in row["kept_heads"].values())
+    whole = len(row["kept"])
+    return (whole + (layers - whole) * linear / softmax + heads / KEY_HEADS) / layers
+
+
+def _is_shown(row: Row) -> bool:
+    ours = row["attention"] == "lln_nearfar" and row["options"].get("feature_map") == "learned"
+    other = row["attention"] == "window_sinks"
+    scratch = row.get("from_scratch")
+    smol = row["model"].startswith("SmolLM2-135M") and bool(row["agreement"])
+    return smol and (ours or other) and not scratch
