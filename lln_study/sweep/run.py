@@ -223,14 +223,14 @@ class Sweep:
                     shutil.rmtree(each.place.folder, ignore_errors=True)
 
     def _stop(self) -> None:
-        """End all processes, whose jobs then wait again."""
+        """End all processes, whose jobs then wait again unless they have their rows by now."""
         for process in self.processes:
             process.popen.terminate()
-            process.job.state = "waiting"
         for process in self.processes:
             try:
                 process.popen.wait(timeout=20)
             except subprocess.TimeoutExpired:
                 process.popen.kill()
                 process.popen.wait()
+            process.job.state = "done" if process.job.has_rows() else "waiting"
         self.processes.clear()

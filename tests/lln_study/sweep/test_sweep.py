@@ -386,6 +386,20 @@ def test_it_stops_in_time_and_goes_on_later(tmp_path):
     assert len(outcome.done) == 2
 
 
+def test_what_has_its_row_when_the_time_is_up_is_done(tmp_path):
+    """A process may be about to end: nothing of it is left."""
+
+    def hear(line):
+        if line.startswith("started"):
+            append_row(tmp_path / "fake.jsonl", {"digest": "a", "seed": 0})
+            sweep.end = time.monotonic()
+
+    sweep = Sweep([job(tmp_path, name, seconds=HANGS) for name in "ab"], minutes=60, say=hear)
+    outcome = sweep.run()
+    assert [name.split()[1] for name in outcome.done] == ["a"]
+    assert [name.split()[1] for name in outcome.left] == ["b"]
+
+
 @pytest.fixture
 def data(tmp_path, monkeypatch):
     monkeypatch.setenv("LLN_CACHE", str(tmp_path / "cache"))
