@@ -18,7 +18,7 @@ from lln.conversion.watched import watched
 
 Row = dict[str, Any]
 AT_ONCE = 1024  # positions whose logits are turned to float32 together
-ON_GPU = 1 << 14  # tokens of a pass there; fewer leave it waiting for the host
+ON_GPU = 1 << 13  # tokens of a pass there, as in the longest windows; fewer leave it waiting
 
 
 def parts(whole: Sequence[Any], most: int) -> list[Sequence[Any]]:
