@@ -163,11 +163,11 @@ def _kept(rows: Sequence[Row]) -> str:
     line, found = "{seats} × {tokens:,}", {}
     for row in rows:
         heads = row.get("kept_key_heads", 0)
-        columns = {f"ours, {heads or 'none'} kept": "ours", "softmax": "softmax"}
+        columns = {"softmax": "softmax", f"ours, {heads or 'none'} kept": "ours"}
         for column, of in columns.items():
-            cell = f"{row[f'{of}_ms']:.3g} ms, {row[f'{of}_bytes'] / 2**20:,.0f} MiB"
+            cell = f"{row[f'{of}_ms']:.3g} / {row[f'{of}_bytes'] / 2**20:,.0f}"
             found.setdefault((line.format_map(row), column), cell)
-    return crossed("streams × tokens so far", found)
+    return crossed("streams × tokens so far: ms / MiB", found)
 
 
 def _host(rows: Sequence[Row]) -> str:

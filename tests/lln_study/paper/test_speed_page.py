@@ -33,7 +33,7 @@ def test_a_step_of_serving_is_shown_with_its_memory(tmp_path):
     (tmp_path / "serving-kept_gpu_2026-01-02.json").write_text(
         json.dumps({**content, "rows": kept})
     )
-    line = "| 8 × 65,536 | 12.3 ms, 1 MiB | 98.8 ms, 2,048 MiB | 20 ms, 4 MiB |"
+    line = "| 8 × 65,536 | 98.8 / 2,048 | 12.3 / 1 | 20 / 4 |"
     assert line in serving(tmp_path) and shown in serving(tmp_path)
 
 
