@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,8 +24,17 @@ from lln.hf.masks import (
     read_mask,
 )
 from lln.hf.one_by_one import one_by_one
-from lln.hf.packing import from_lengths, from_positions
-from lln.hf.positions import RELATIVE, check_positions, is_rotary
+from lln.hf.packing import from_lengths
+from lln.hf.positions import RELATIVE, check_positions
+from lln.hf.refusing import (
+    LEFT_OUT_BY_SDPA,
+    REFUSED,
+    check_alone,
+    check_sizes,
+    check_starts,
+    name_of,
+    refuse,
+)
 from lln.hf.rotation import HANDED_ON, Rotation, rotation_of
 from lln.hf.softmax import (
     SoftmaxCall,
@@ -37,21 +45,6 @@ from lln.hf.softmax import (
 )
 
 MIXED = "lln_mixed"  # models in which some layers keep softmax attention
-# Arguments of an attention call that change what softmax computes, and that linear attention has no
-# place for. tests/hf/test_arguments.py goes over what the models of transformers hand on.
-REFUSED = {
-    "sliding_window": "a sliding window",
-    "softcap": "a cap on the scores",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
-    "position_bias": "a bias per query-key pair",
-    "indices": "chosen keys for every query",
-    "block_indices": "chosen blocks of keys for every query",
-    "cache": "a paged cache",
-    "block_table": "a paged cache",
-}
-# Of these, what transformers' own function for softmax layers would leave out without a word.
-LEFT_OUT_BY_SDPA = ("s_aux", "sinks", "indices", "block_indices")
 
 
 def register() -> list[str]:
@@ -115,11 +108,11 @@ def attention_forward(
         own_mask = None if layer is None else layer.visible()
         attention_mask = attention_mask if own_mask is None else own_mask
         _state_of(module, None, key)
-        _refuse(type(module).__name__, others, LEFT_OUT_BY_SDPA)
+        refuse(type(module).__name__, others, LEFT_OUT_BY_SDPA)
         return _softmax(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, others
         )
-    calibration, layer_name = calibration_of(core), _name(module, core)
+    calibration, layer_name = calibration_of(core), name_of(module, core)
     if attention_mask is not None and not core.causal:
         attention_mask = one_row(attention_mask, query.shape[2])
     if attention_mask is not None and attention_mask.dim() != 2:
@@ -134,9 +127,9 @@ def attention_forward(
             'cache, or keep softmax there with lln.hf.replace(..., layers="global"), which leaves '
             "windows alone"
         )
-    _refuse(layer_name, others, REFUSED)
+    refuse(layer_name, others, REFUSED)
     if calibration is not None:
-        _check_sizes(core, layer_name, query, key)
+        check_sizes(core, layer_name, query, key)
     if scaling is not None and scaling != query.shape[-1] ** -0.5:
         # Moment matching and the diagonal branch assume scores of q·k/√d.
         query = query * (scaling * query.shape[-1] ** 0.5)
@@ -188,15 +181,15 @@ def _sequences(
         sequences = from_lengths(others, query.shape[0], query.shape[2])
         if sequences is None:
             return None
-        name = type(module).__name__ if core is None else _name(module, core)
+        name = type(module).__name__ if core is None else name_of(module, core)
         seen = None if mask is None or mask.dim() != 2 else read_mask(mask, key.shape[2])
         if (mask is not None and seen is None) or (seen and seen.key_mask is not None):
             raise ValueError(
                 f"{name} got packed sequences, cu_seq_lens_q, and a mask; leave attention_mask out"
             )
         found = sequences.to(query.device), _is_causal(module, seen or Visible(None, None), told)
-        _check_starts(name, module, others.get("position_ids"), sequences)
-    _check_alone(module, core, query, key)
+        check_starts(name, module, others.get("position_ids"), sequences)
+    check_alone(module, core, query, key)
     return found
 
 
@@ -210,64 +203,11 @@ def _keep_apart(
     sequences = from_lengths(others, query.shape[0], query.shape[2])
     if sequences is None:
         return mask
-    _check_alone(module, None, query, key)
-    _check_starts(type(module).__name__, module, others.get("position_ids"), sequences)
+    check_alone(module, None, query, key)
+    check_starts(type(module).__name__, module, others.get("position_ids"), sequences)
     sequences = sequences.to(mask.device)
     same = sequences[:, None, :, None] == sequences[:, None, None]
     return mask & same if mask.dtype == torch.bool else mask.masked_fill(~same, -torch.inf)
-
-
-def _check_alone(module: nn.Module, core: nn.Module | None, query: Tensor, key: Tensor) -> None:
-    """Raise where packed sequences have other keys than their own."""
-    if cores.is_cross(module) or key.shape[2] != query.shape[2] or state_layer(key) is not None:
-        name = type(module).__name__ if core is None else _name(module, core)
-        raise ValueError(
-            f"{name} got packed sequences and {key.shape[2]} keys for {query.shape[2]} queries: "
-            "they are served in self-attention without a cache; pass use_cache=False, or pad "
-            "instead of packing"
-        )
-
-
-def _check_starts(
-    name: str, module: nn.Module, positions: Tensor | None, sequences: Tensor
-) -> None:
-    """Raise where rotary positions go on from one packed sequence to the next."""
-    if positions is None or positions.dim() != 2 or not is_rotary(module):
-        return
-    if from_positions(positions, is_causal=True) is None:
-        raise ValueError(
-            f"{name} rotates queries and keys by their positions, which go on from one packed "
-            "sequence to the next; pass position_ids that start again with each, or use "
-            "lln.hf.replace(model, ...), after which they do"
-        )
-
-
-def _refuse(layer_name: str, others: dict[str, Any], arguments: Container[str]) -> None:
-    """Raise for arguments that would be left out."""
-    for argument, value in others.items():
-        if value is not None and argument in arguments:
-            remedy = (
-                "keep the model as it is: softmax layers beside linear ones would leave it out"
-                if argument in LEFT_OUT_BY_SDPA
-                else "keep softmax in this layer with lln.hf.replace(..., layers=...)"
-            )
-            raise ValueError(
-                f"{layer_name} asks for {REFUSED[argument]}, {argument}={_short(value)}, which "
-                "linear attention cannot serve; switch it off in the config or the call, or "
-                + remedy
-            )
-
-
-def _check_sizes(core: Any, layer_name: str, query: Tensor, key: Tensor) -> None:
-    """Raise unless heads and width are those the core was made for: its scales depend on them."""
-    made = (core.num_heads, core.num_kv_heads, core.head_dim)
-    found = (query.shape[1], key.shape[1], query.shape[3])
-    if made != found:
-        raise ValueError(
-            f"{layer_name} has {found[0]} query heads, {found[1]} key heads of width "
-            f"{found[2]}, but its config says {made[0]}, {made[1]}, {made[2]}; keep softmax in "
-            "this layer with lln.hf.replace(..., layers=...)"
-        )
 
 
 def _measure(
@@ -307,7 +247,7 @@ def _state_of(module: nn.Module, core: nn.Module | None, key: Tensor) -> Any:
     if layer is None or (calibration is not None and not learning):
         return layer
     if layer.state is not None:
-        name = type(module).__name__ if core is None else _name(module, core)
+        name = type(module).__name__ if core is None else name_of(module, core)
         raise ValueError(
             f"{name} has a cache that holds a state of earlier tokens, which only causal LLN reads "
             "outside of calibrate and transfer; start with a new cache, or with past_key_values="
@@ -393,12 +333,3 @@ def _softmax(
 def _follows(core: nn.Module) -> bool:
     """Whether the model around a core counts its positions from the first real token."""
     return getattr(core, "positions_follow", False)
-
-
-def _name(module: nn.Module, core: nn.Module) -> str:
-    calibration = calibration_of(core)
-    return type(module).__name__ if calibration is None else calibration.place.name
-
-
-def _short(value: object) -> str:
-    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)

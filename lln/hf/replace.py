@@ -14,14 +14,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lln import zoo
 from lln.hf import cores
 from lln.hf.cache import PREPARE, prepare_cache
+from lln.hf.options_json import to_json
 from lln.hf.positions import follow_padding, owner_of
 from lln.hf.register import MIXED, implementation_name, register
 from lln.hf.rotation import follow_rotation, let_see_before
 from lln.hf.swapped_attention import SwappedAttention
-from lln.moments import MomentFit
 from lln.nn import preset_of, presets
 from lln.nn.presets import BY_PLACE
-from lln.ops.window.near import Near
 
 # In config.json: no such implementation exists, so that a plain from_pretrained stops there instead
 # of running softmax. `from_pretrained(folder, attn_implementation="sdpa")` asks for that openly.
@@ -382,24 +381,3 @@ def _kept_in_json(done: Replacement) -> dict[str, Any]:
     """The heads that keep softmax, by layer; nothing where there is none, as in older folders."""
     heads = {str(number): found for number, found in sorted(done.softmax_heads.items())}
     return {"softmax_heads": heads} if heads else {}
-
-
-def to_json(options: dict[str, Any]) -> dict[str, Any]:
-    """Options as config.json can hold them; α and β are among the weights."""
-    kept = {name: value for name, value in options.items() if name not in ("alpha", "beta")}
-    for name, value in kept.items():
-        if isinstance(value, MomentFit):
-            kept[name] = dataclasses.asdict(value)
-        elif isinstance(value, Near):
-            kept[name] = value.to_json()
-        elif isinstance(value, Tensor):
-            kept[name] = value.tolist()
-    return kept
-
-
-def from_json(options: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of :func:`to_json`."""
-    return {
-        name: MomentFit(**value) if name == "method" and isinstance(value, dict) else value
-        for name, value in options.items()
-    }

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from lln.hf.replace import from_json, replace
+from lln.hf.options_json import from_json
+from lln.hf.replace import replace
 
 # What from_pretrained is told always: a pickle, or code beside the weights, could do anything.
 SAFE = {"use_safetensors": True, "trust_remote_code": False}

@@ -11,7 +11,7 @@ import transformers as hf
 
 import lln.hf
 from lln.hf.packing import LENGTHS
-from lln.hf.register import LEFT_OUT_BY_SDPA, REFUSED
+from lln.hf.refusing import LEFT_OUT_BY_SDPA, REFUSED
 from tests.hf.test_families import CONSTANTS, NARROW, PICTURE, batch, hidden, model_of
 from tests.hf.tiny import ENDLESS, TEXT, VOCABULARY, make, padded, run, text
 
