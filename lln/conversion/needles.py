@@ -132,7 +132,7 @@ def find_needles(
 def _answers(model: Any, asked: Sequence[Needle]) -> Iterator[tuple[list[bool], float]]:
     """Which tokens of each answer are the most likely ones, and the logarithm of its probability.
 
-    Answers of one length are read together; the order is theirs.
+    Answers of one length are read together, the shortest first.
     """
     alike = itertools.groupby(sorted(asked, key=_size), _size)
     for (tokens, answer), group in alike:

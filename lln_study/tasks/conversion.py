@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -50,14 +50,7 @@ def key(config: Settings, data: Path) -> Key:
     return digest_of(config.decisive()), config.seed
 
 
-def run(
-    config: Settings,
-    data: Path,
-    *,
-    folder: Path,
-    tensorboard: bool = False,
-    say: Callable[[str], None] = print,
-) -> Row:
+def run(config: Settings, data: Path, *, folder: Path, tensorboard: bool = False) -> Row:
     """Convert, or go on; the model lies in ``folder`` until a sweep removes it."""
     from lln.conversion.run import convert_and_judge
 
@@ -66,7 +59,7 @@ def run(
     if row is None:
         paths = {name: data / getattr(config, name) for name in PATHS if getattr(config, name)}
         own = replace(config, **paths, out=folder / config.model.name, results=folder)
-        convert_and_judge(own, say)
+        convert_and_judge(own)
         row = find_row(rows, *key(config, data))
     if row is None:
         raise RuntimeError(f"{config.model} was converted, but not all of it could be measured")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from lln.report.canvas import Axis
 from lln.report.panels import Curve, Panel
@@ -23,41 +24,37 @@ def panels(results: Path) -> list[Panel]:
     length = max(row["length"] for row in rows)
     rows = [row for row in rows if row["length"] == length]
     x = Axis(f"cache after {CONTEXT:,} tokens, % of softmax", limits=(0, 105))
-    drawn = [
-        Panel(TITLE, _curves(rows, ratio, [1, 1], least=True), x, Axis("perplexity ÷ softmax's"))
-    ]
+    drawn = [Panel(TITLE, _curves(rows, ratio, min, 1), x, Axis("perplexity ÷ softmax's"))]
     found = [row for row in rows if needles_found(row) is not None]
     if found:
         y = Axis("needles found beyond the near keys, %", limits=(0, 105))
-        drawn.append(Panel(TITLE, _curves(found, needles_found, [100, 100], least=False), x, y))
+        drawn.append(Panel(TITLE, _curves(found, needles_found, max, 100), x, y))
     return drawn
 
 
 def _curves(
-    rows: Sequence[Row], value: Callable[[Row], float | None], softmax: list[float], *, least: bool
+    rows: Sequence[Row], value: Callable[[Row], Any], best: Callable[..., float], softmax: float
 ) -> list[Curve]:
     """A curve for each way to spend memory, from the setting that the others start from."""
     ours = [row for row in rows if row["attention"] == "lln_nearfar"]
     alone = [row for row in ours if not row["kept"] and not row["kept_heads"]]
     first = min((row["near_keys"] for row in alone), default=None)
     start = [row for row in alone if row["near_keys"] == first]
+    heads, layers = ([row for row in ours if row[name]] for name in ("kept_heads", "kept"))
     shown = {
         "more near keys": alone,
-        "heads keep softmax": start + [row for row in ours if row["kept_heads"]],
-        "layers keep softmax": start + [row for row in ours if row["kept"]],
+        "heads keep softmax": heads and start + heads,
+        "layers keep softmax": layers and start + layers,
         "no far keys": [row for row in rows if row["attention"] != "lln_nearfar"],
     }
     curves = []
     for slot, (label, own) in enumerate(shown.items(), start=1):
         groups = grouped(own, lambda row: round(cache_share(row), 3)).values()
-        values = [[x for row in group if (x := value(row)) is not None] for group in groups]
-        best = [min(each) if least else max(each) for each in values]
-        shares = [100 * cache_share(group[0]) for group in groups]
-        points = sorted(zip(shares, best, strict=True))
-        if len(points) > 1 or label not in ("heads keep softmax", "layers keep softmax"):
-            xs, ys = [x for x, _ in points], [y for _, y in points]
-            curves += [Curve(label, xs, ys, slot=slot, marker="o", named=True)] if points else []
-    return [*curves, Curve("softmax", [0, 100], softmax, dashed=True, named=True)]
+        points = sorted((100 * cache_share(each[0]), best(map(value, each))) for each in groups)
+        if points:
+            xs, ys = zip(*points, strict=True)
+            curves.append(Curve(label, xs, ys, slot=slot, marker="o", named=True))
+    return [*curves, Curve("softmax", [0, 100], [softmax, softmax], dashed=True, named=True)]
 
 
 def ratio(row: Row) -> float:

@@ -27,7 +27,6 @@ FOUND = (
     "are found. Pairs, sayings: −ln p of what generated recall asks for from beyond them, in nats, "
     "softmax → converted. Cache: its share of softmax's after so many tokens."
 )
-LATER = "One row kept layers after its recovery, so its last score is that of keep."
 # A softmax model with the same updates is itself: its loss is 0 from the start.
 CONTROL = (
     "The converted model learns from the softmax model's answers alone, so softmax after the same "
@@ -79,15 +78,8 @@ def _table(rows: list[Row]) -> Table:
         f"judged by {judged}"
     )
     extra = [FOUND] if set(FINDS) & set(columns) else []
-    extra += [LATER] if any(_kept_last(row) for row in rows) else []
     notes = [*NOTES[first["kind"]], *extra, CONTROL, origin_text(rows)]
     return Table(columns, lines, title, notes, [_record(row) for row in rows])
-
-
-def _kept_last(row: Row) -> bool:
-    """Whether softmax was given back after recovery, as an early script did."""
-    names = [stage["stage"] for stage in row["stages"]]
-    return "recover" in names and names[-1] == "keep"
 
 
 def _softmax(row: Row, columns: Sequence[str]) -> list[str]:

@@ -65,11 +65,11 @@ def test_each_way_to_spend_memory_is_a_curve_from_the_same_start(tmp_path):
     perplexity, needles = converted.panels(tmp_path)
     curves = {curve.label: curve for curve in perplexity.curves}
     assert list(curves) == ["more near keys", "heads keep softmax", "no far keys", "softmax"]
-    assert curves["more near keys"].y == pytest.approx([1 / 0.8, 1 / 0.9])
-    assert curves["heads keep softmax"].y == pytest.approx([1 / 0.8, 1 / 0.95])
+    assert list(curves["more near keys"].y) == pytest.approx([1 / 0.8, 1 / 0.9])
+    assert list(curves["heads keep softmax"].y) == pytest.approx([1 / 0.8, 1 / 0.95])
     assert curves["heads keep softmax"].x[0] == curves["more near keys"].x[0]
-    assert curves["no far keys"].y == [2.0]
-    assert [(curve.label, curve.y) for curve in needles.curves] == [
+    assert list(curves["no far keys"].y) == [2.0]
+    assert [(curve.label, list(curve.y)) for curve in needles.curves] == [
         ("more near keys", [25.0]),
         ("softmax", [100, 100]),
     ]
