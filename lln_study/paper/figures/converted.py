@@ -40,10 +40,13 @@ def _curves(
     alone = [row for row in ours if not row["kept"] and not row["kept_heads"]]
     first = min((row["near_keys"] for row in alone), default=None)
     start = [row for row in alone if row["near_keys"] == first]
-    heads, layers = ([row for row in ours if row[name]] for name in ("kept_heads", "kept"))
+    whole = [row for row in ours if row.get("kept_key_heads")]
+    others = [row for row in ours if not row.get("kept_key_heads")]
+    single, layers = ([row for row in others if row[name]] for name in ("kept_heads", "kept"))
     shown = {
         "more near keys": alone,
-        "heads keep softmax": heads and start + heads,
+        "key heads keep softmax": whole and start + whole,
+        "query heads keep softmax": single and start + single,
         "layers keep softmax": layers and start + layers,
         "no far keys": [row for row in rows if row["attention"] != "lln_nearfar"],
     }

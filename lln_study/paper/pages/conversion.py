@@ -90,7 +90,7 @@ def _mean(rows: list[Row]) -> float:
 
 
 def best(results: Path) -> str:
-    """The best conversion of every model with nothing kept, and with a few layers or heads kept."""
+    """The best conversion of every model with nothing kept, with key heads kept, with layers."""
     ours = [row for row in read(results, "conversion") if _is_ours(row)]
     groups = grouped(ours, lambda row: (row["model"], kept(row)))
     found = [max(own, key=lambda row: row["agreement"]) for own in groups.values()]
@@ -103,7 +103,10 @@ def best(results: Path) -> str:
 
 def _is_ours(row: Row) -> bool:
     learned = row["options"].get("feature_map") == "learned"
-    return row["attention"] == "lln_nearfar" and learned and not row.get("from_scratch")
+    single = row["kept_heads"] and not row.get("kept_key_heads")  # as no option keeps them now
+    return (
+        row["attention"] == "lln_nearfar" and learned and not single and not row.get("from_scratch")
+    )
 
 
 def _scores(row: Row) -> dict[str, str]:

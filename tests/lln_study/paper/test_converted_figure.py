@@ -58,16 +58,27 @@ def test_each_way_to_spend_memory_is_a_curve_from_the_same_start(tmp_path):
         {**ROW, "digest": "1", "agreement": 0.7},  # as large, worse
         {**ROW, "digest": "2", "near_keys": 516, "agreement": 0.9},
         {**ROW, "digest": "3", "kept_heads": {"4": [0]}, "agreement": 0.95},
+        {
+            **ROW,
+            "digest": "5",
+            "kept_heads": {"4": [0, 1, 2]},
+            "kept_key_heads": {"4": [0]},
+            "agreement": 0.98,
+        },
         {**ROW, "digest": "4", "attention": "window_sinks", "options": {}, "agreement": 0.5},
     ]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "conversion.jsonl").write_text(lines, encoding="utf-8")
     perplexity, needles = converted.panels(tmp_path)
     curves = {curve.label: curve for curve in perplexity.curves}
-    assert list(curves) == ["more near keys", "heads keep softmax", "no far keys", "softmax"]
+    assert list(curves) == [
+        "more near keys", "key heads keep softmax", "query heads keep softmax", "no far keys",
+        "softmax",
+    ]  # fmt: skip
     assert list(curves["more near keys"].y) == pytest.approx([1 / 0.8, 1 / 0.9])
-    assert list(curves["heads keep softmax"].y) == pytest.approx([1 / 0.8, 1 / 0.95])
-    assert curves["heads keep softmax"].x[0] == curves["more near keys"].x[0]
+    assert list(curves["query heads keep softmax"].y) == pytest.approx([1 / 0.8, 1 / 0.95])
+    assert list(curves["key heads keep softmax"].y) == pytest.approx([1 / 0.8, 1 / 0.98])
+    assert curves["key heads keep softmax"].x[0] == curves["more near keys"].x[0]
     assert list(curves["no far keys"].y) == [2.0]
     assert [(curve.label, list(curve.y)) for curve in needles.curves] == [
         ("more near keys", [25.0]),
