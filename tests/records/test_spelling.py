@@ -19,8 +19,8 @@ def test_every_stored_configuration_is_the_same_after_it_was_given_today():
     old = [configuration for configuration in found if "diag_block" in json.dumps(configuration)]
     assert len(found) > 500 and len(old) > 100
     for configuration in found:
-        given = as_given(configuration)
-        assert as_given(as_stored(given)) == given
+        stored = as_stored(as_given(configuration))
+        assert as_stored(as_given(stored)) == stored
     assert all(as_stored(as_given(configuration)) == configuration for configuration in old)
     assert not [each for each in old if "diag_" in json.dumps(as_given(each))]
 
