@@ -418,6 +418,16 @@ _TABLE = (
         source="Longformer's window of 512, no global tokens",
         note="inputs not longer than the window get nearly full attention",
     ),
+    Mechanism(
+        "landmarks",
+        "lln.baselines.landmarks:Landmarks",
+        "after Han et al. 2023, arXiv:2312.08874",
+        time="N m d",
+        memory="N d",
+        options={"landmarks": 128},
+        source="ours: landmarks are keys of the context, moved to the mean of the keys around them",
+        note="for sets: `core.remember` keeps a context in m (2 d) numbers, whatever its length",
+    ),
 )
 
 _FOR_STUDIES = (

@@ -24,7 +24,7 @@ NAMES = [
     *("transformer_ls", "tnn", "transnormer_t1", "transnormer_t2", "cosformer", "flash"),
     *("nystromformer", "linformer", "skyformer", "relu", "quadratic", "relu_linear"),
     *("quadratic_linear", "knn", "rfa", "hedgehog", "rebased", "efficient", "polaformer"),
-    "sliding_window",
+    *("sliding_window", "landmarks"),
 ]
 every_mechanism = pytest.mark.parametrize("name", NAMES)
 slow = pytest.mark.slow

@@ -141,5 +141,6 @@ def _best_of(device: torch.device, call: Any, times: int = 3) -> tuple[Any, floa
 
 def _bytes(kept: Any) -> int:
     state = [] if kept.state is None else [kept.state.log_mass, kept.state.mean]
-    given = [x for x in (kept.k, kept.v, kept.alpha, *state) if x is not None]
+    given = [kept.k, kept.v, kept.alpha, *state, *(kept.landmarks or ())]
+    given = [x for x in given if x is not None]
     return sum(x.numel() * x.element_size() for x in given)

@@ -14,6 +14,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "block_diag": {"block": 8},
     "flash": {"chunk": 16, "query_dim": 8},
     "knn": {"neighbours": 5},
+    "landmarks": {"landmarks": 8},
     "linformer": {"rank": 8},
     "lln_diag": {"near": 8},
     "longformer": {"window": 8, "global_tokens": 2},

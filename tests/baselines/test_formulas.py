@@ -181,6 +181,45 @@ def test_efficient():
                 torch.testing.assert_close(got[b, h, i], out)
 
 
+@pytest.mark.parametrize("count", [4, 11])
+def test_landmarks(count):
+    """The formula key by key; the second sample has fewer keys than 11 landmarks."""
+    core = make("landmarks", landmarks=count).core.double()
+    q, k, v = heads(TOKENS)
+    mask = mask_of()
+    got = core(q, k, v, mask)
+
+    def look(at: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        weights = [(at @ key / 4).exp() for key in keys]
+        return sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights)
+
+    for b in range(2):
+        seen = [j for j in range(TOKENS) if mask[b, j]]
+        n, m = len(seen), min(count, len(seen))
+        for h in range(HEADS):
+            order = sorted(seen, key=lambda j, b=b, h=h: float(k[b, h, j].sum()))
+            start = [k[b, h, order[int((place + 0.5) * n / m)]] for place in range(m)]
+            keys, values = k[b, h, seen], v[b, h, seen]
+            marks = torch.stack([look(x, keys, keys) for x in start])
+            read = torch.stack([look(x, keys, values) for x in marks])
+            for i in range(TOKENS):
+                torch.testing.assert_close(got[b, h, i], look(q[b, h, i], marks, read))
+
+
+def test_landmarks_read_a_context_once():
+    """The order of its keys does not matter; what is kept has one size."""
+    core = make("landmarks").core.double()
+    q, k, v = heads(60)
+    expected = core(q, k, v)
+    order = torch.randperm(60)
+    kept = core.remember(k[:, :, order], v[:, :, order])
+    found = torch.cat([core.recall(part, kept) for part in q.split(7, dim=2)], dim=2)
+    torch.testing.assert_close(found, expected)
+    assert kept.landmarks.shape == kept.values.shape == (2, HEADS, 8, 16)
+    blind = core(q, k, v, torch.zeros(2, 60, dtype=torch.bool))
+    assert torch.equal(blind, torch.zeros_like(q))
+
+
 def test_knn_keeps_the_largest_scores():
     core = make("knn").core.double()  # 5 neighbours
     q, k, _ = heads(TOKENS)

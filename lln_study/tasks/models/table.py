@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import lln
 from lln import zoo
+from lln.baselines.landmarks import Landmarks, Read
 from lln.nn import LLNAttention
 from lln_study.data.tables import CLASSES, FEATURES
 
@@ -86,12 +87,13 @@ class Columns(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a layer keeps of a context: a state and its scales, or else keys and values."""
+    """What a layer keeps of a context: a state and its scales, landmarks, or keys and values."""
 
     k: Tensor | None = None
     v: Tensor | None = None
     state: lln.State | None = None
     alpha: Tensor | None = None
+    landmarks: Read | None = None
 
 
 class Memory(NamedTuple):
@@ -157,6 +159,8 @@ class Block(nn.Module):
         if not isinstance(core, LLNAttention):
             both = [self._context(part) for part in parts]
             k, v = (torch.cat(list(each), dim=2) for each in zip(*both, strict=True))
+            if isinstance(core, Landmarks):
+                return Kept(landmarks=core.remember(k, v))
             return Kept(k, v)
         if core.center is not None or core.statistics.matching.normalize_keys:
             raise ValueError("center_keys and normalize_keys change the keys; leave both out")
@@ -173,6 +177,8 @@ class Block(nn.Module):
     def read(self, x: Float[Tensor, "B N W"], kept: Kept) -> Float[Tensor, "B N W"]:
         """What rows become that attend to a context which was kept."""
         core, q = self.attention.core, self._query(self.norm(x))
+        if kept.landmarks is not None:
+            return self._rest(x, core.recall(q, kept.landmarks))
         if kept.state is None:
             return self._rest(x, core(q, kept.k, kept.v))
         assert kept.alpha is not None
