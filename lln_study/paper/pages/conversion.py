@@ -103,7 +103,7 @@ def best(results: Path) -> str:
 
 def _is_ours(row: Row) -> bool:
     learned = row["options"].get("feature_map") == "learned"
-    single = row["kept_heads"] and not row.get("kept_key_heads")  # as no option keeps them now
+    single = row.get("kept_heads") and not row.get("kept_key_heads")  # as no option keeps them now
     return (
         row["attention"] == "lln_nearfar" and learned and not single and not row.get("from_scratch")
     )
