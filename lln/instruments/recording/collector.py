@@ -42,11 +42,14 @@ class Collector:
         self.stack.pop()
         out, named = rest[-1], rest[0] if len(rest) == 2 else {}
         name = name_of(module)
-        if self.found.pop() == len(self.calls) and name is not None and out is not None:
-            call = call_of_core(name, module, given, named, self.samples)
-            if call is not None:
-                place = {"layer": len(self.calls), "module": self._own()}
-                self.calls.append(dataclasses.replace(call, **place))
+        before = self.found.pop()
+        if name is None or out is None or any(call.kernel == name for call in self.calls[before:]):
+            return
+        call = call_of_core(name, module, given, named, self.samples)
+        if call is not None:
+            del self.calls[before:]  # softmax that the core is made of, as landmarks are
+            place = {"layer": len(self.calls), "module": self._own()}
+            self.calls.append(dataclasses.replace(call, **place))
 
     def _own(self) -> str:
         """The innermost module of the model that runs now."""

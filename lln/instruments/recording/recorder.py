@@ -6,7 +6,7 @@ changes:
     F.multi_head_attention_forward      nn.MultiheadAttention, with and without weights
     the ops of this package             LLN and LLN+Diag, in modules, functions and models
     transformers' attention interface   eager, flash and flex attention of Hugging Face models
-    the cores of the zoo                Performer and the others, where none of these was called
+    the cores of the zoo                Performer and the others, whatever they are made of
 Leaving the block restores all of them, after an exception too.
 """
 

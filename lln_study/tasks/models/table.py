@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 import lln
 from lln import zoo
-from lln.baselines.landmarks import Landmarks, Read
 from lln.nn import LLNAttention
 from lln_study.data.tables import CLASSES, FEATURES
 
@@ -93,7 +92,7 @@ class Kept(NamedTuple):
     v: Tensor | None = None
     state: lln.State | None = None
     alpha: Tensor | None = None
-    landmarks: Read | None = None
+    landmarks: Any = None
 
 
 class Memory(NamedTuple):
@@ -159,7 +158,7 @@ class Block(nn.Module):
         if not isinstance(core, LLNAttention):
             both = [self._context(part) for part in parts]
             k, v = (torch.cat(list(each), dim=2) for each in zip(*both, strict=True))
-            if isinstance(core, Landmarks):
+            if hasattr(core, "remember"):
                 return Kept(landmarks=core.remember(k, v))
             return Kept(k, v)
         if core.center is not None or core.statistics.matching.normalize_keys:
