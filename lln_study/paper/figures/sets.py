@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from lln.report.canvas import Axis
 from lln.report.panels import Curve, Panel
 from lln_study.paper.results import Mean, Row, grouped, in_paper_order, mechanism
-from lln_study.paper.tables.sets import WORDS, of_most_runs
+from lln_study.paper.tables.sets import WORDS, of_largest_model
 
 ROWS = Axis("rows of the context", log=True)
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
     """Accuracy on each kind of generated tables, then what a context costs."""
-    trained = sorted(of_most_runs(rows), key=in_paper_order)
+    trained = sorted(of_largest_model(rows), key=in_paper_order)
     costs = sorted((row for row in rows if row["subject"] == "table_cost"), key=in_paper_order)
     names = list(dict.fromkeys(mechanism(row) for row in (*trained, *costs)))
     found = [

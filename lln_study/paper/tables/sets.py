@@ -36,10 +36,14 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     return [*found, _cost(costs)] if costs else found
 
 
-def of_most_runs(rows: Sequence[Row]) -> list[Row]:
-    """Runs of one model and budget: those that there are most of."""
+def of_largest_model(rows: Sequence[Row]) -> list[Row]:
+    """Runs of one model and budget: the largest."""
     own = [row for row in rows if row["subject"] == "table"]
-    return max(_scales(own).values(), key=len, default=[])
+    return max(_scales(own).values(), key=_size, default=[])
+
+
+def _size(same: Sequence[Row]) -> tuple[int, ...]:
+    return tuple(same[0]["configuration"][name] for name in ("width", "layers", "steps"))
 
 
 def _scales(rows: Sequence[Row]) -> dict[str, list[Row]]:
