@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lln.baselines.base import Core, Layer
-from lln.ops.common.arguments import check_positive_int
+from lln.ops.common.arguments import check_positive_int, no_autocast
 from lln.protocols import compute_dtype
 
 
@@ -25,13 +25,15 @@ class Read(NamedTuple):
 class Landmarks(Core):
     r"""Softmax attention to m landmarks, which have read the context by softmax attention.
 
-        C = softmax(S Kᵀ) K,  out = softmax(Q Cᵀ) softmax(C Kᵀ) V,  scores divided by √d
+        out = softmax(Q Cᵀ) W,  (softmax(C Cᵀ) + λ I) W = (1 + λ) softmax(C Kᵀ) V,  scores / √d
 
-    S are m of the keys that may be seen, chosen whatever their order, see :func:`spread`; C are the
-    means of the keys around them. The two outer softmaxes are those of Agent attention (Han et al.
-    2023, arXiv:2312.08874), whose landmarks are averages of neighbouring queries. In the words of
-    LLN, C are the slots: they lie where the keys do, and all have the same mass. O(N m d) time,
-    O(N d) memory.
+    C are m of the keys that may be seen, chosen whatever their order, see :func:`spread`. W are
+    values such that a query at a landmark finds what softmax attention would give it: without the
+    inverse it would find a mean of what this landmark and its neighbours have read. λ keeps that
+    well-posed; as it grows, W becomes softmax(C Kᵀ) V, the form of Agent attention (Han et al.
+    2023, arXiv:2312.08874). Without λ it would be Nyström's method, which Nyströmformer applies to
+    means of neighbouring tokens. In the words of LLN, C are the slots: they lie where the keys do.
+    O(N m d + m³) time, O(N d) memory.
 
     A context is read once and kept in m (D + E) numbers a head, for as many queries as come:
 
@@ -40,14 +42,17 @@ class Landmarks(Core):
 
     Args:
         landmarks: m; a context of fewer keys has one for each.
+        ridge: λ > 0.
 
-    Numerics: torch's fused attention keeps its sums in float32.
+    Numerics: torch's fused attention keeps its sums in float32, in which W is solved for, too.
     """
 
-    def __init__(self, layer: Layer, *, landmarks: int = 128) -> None:
+    def __init__(self, layer: Layer, *, landmarks: int = 128, ridge: float = 0.1) -> None:
         super().__init__(layer)
         check_positive_int("landmarks", landmarks)
-        self.landmarks = landmarks
+        if not 0 < ridge < float("inf"):
+            raise ValueError(f"ridge={ridge!r}: must be above 0 and finite")
+        self.landmarks, self.ridge = landmarks, ridge
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         # The sums are inside torch's kernels: nothing has to be widened.
@@ -60,10 +65,10 @@ class Landmarks(Core):
         key_mask: Bool[Tensor, "B M"] | None = None,
     ) -> Read:
         """Read a context; what masked keys hold must be finite, and does not count."""
-        start, real = spread(k, key_mask, self.landmarks)
+        landmarks, real = spread(k, key_mask, self.landmarks)
         seen = None if key_mask is None else key_mask | ~key_mask.any(1, keepdim=True)
-        landmarks = attend(start, k, k, seen)
-        return Read(landmarks, attend(landmarks, k, v, seen), real)
+        values = unblurred(landmarks, attend(landmarks, k, v, seen), real, self.ridge)
+        return Read(landmarks, values, real)
 
     def recall(self, q: Float[Tensor, "B H N D"], kept: Read) -> Float[Tensor, "B H N E"]:
         """What queries find in a context that was read."""
@@ -82,6 +87,29 @@ def attend(
 ) -> Float[Tensor, "B H N E"]:
     mask = None if seen is None else seen[:, None, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def unblurred(
+    landmarks: Float[Tensor, "B H m D"],
+    read: Float[Tensor, "B H m E"],
+    real: Bool[Tensor, "B m"] | None,
+    ridge: float,
+) -> Float[Tensor, "B H m E"]:
+    """Values which landmarks that attend to each other find as ``read``, but for ``ridge``.
+
+    softmax(C Cᵀ) is a kernel's matrix with its rows divided by their sums: its eigenvalues lie in
+    [0, 1], those of what is solved in [ridge, 1 + ridge].
+    """
+    with no_autocast(read):
+        c, r = (x.to(compute_dtype(x)) for x in (landmarks, read))
+        scores = c @ c.mT / c.shape[-1] ** 0.5
+        if real is not None:
+            seen = real | ~real.any(1, keepdim=True)
+            scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+        blur = torch.softmax(scores, dim=-1)
+        blur = blur + ridge * torch.eye(blur.shape[-1], dtype=blur.dtype, device=blur.device)
+        # no check for errors, which would wait for the GPU: ridge > 0 leaves none to be found
+        return torch.linalg.solve_ex(blur, (1 + ridge) * r).result.to(read.dtype)
 
 
 def spread(

@@ -181,10 +181,10 @@ def test_efficient():
                 torch.testing.assert_close(got[b, h, i], out)
 
 
-@pytest.mark.parametrize("count", [4, 11])
-def test_landmarks(count):
+@pytest.mark.parametrize(("count", "ridge"), [(4, 0.1), (11, 0.1), (11, 1e-3), (4, 1e9)])
+def test_landmarks(count, ridge):
     """The formula key by key; the second sample has fewer keys than 11 landmarks."""
-    core = make("landmarks", landmarks=count).core.double()
+    core = make("landmarks", landmarks=count, ridge=ridge).core.double()
     q, k, v = heads(TOKENS)
     mask = mask_of()
     got = core(q, k, v, mask)
@@ -198,12 +198,31 @@ def test_landmarks(count):
         n, m = len(seen), min(count, len(seen))
         for h in range(HEADS):
             order = sorted(seen, key=lambda j, b=b, h=h: float(k[b, h, j].sum()))
-            start = [k[b, h, order[int((place + 0.5) * n / m)]] for place in range(m)]
+            marks = k[b, h, [order[int((place + 0.5) * n / m)] for place in range(m)]]
             keys, values = k[b, h, seen], v[b, h, seen]
-            marks = torch.stack([look(x, keys, keys) for x in start])
             read = torch.stack([look(x, keys, values) for x in marks])
+            each = torch.eye(m, dtype=torch.float64)
+            blur = torch.stack([look(x, marks, each) for x in marks])
+            kept = torch.linalg.inv(blur + ridge * each) @ ((1 + ridge) * read)
             for i in range(TOKENS):
-                torch.testing.assert_close(got[b, h, i], look(q[b, h, i], marks, read))
+                torch.testing.assert_close(got[b, h, i], look(q[b, h, i], marks, kept))
+
+
+def test_queries_at_landmarks_find_what_softmax_finds():
+    """With as many landmarks as keys and next to no ridge, all queries do."""
+    q, k, v = heads(TOKENS)
+    core = make("landmarks", landmarks=TOKENS, ridge=1e-9).core.double()
+    softmax = torch.nn.functional.scaled_dot_product_attention
+    torch.testing.assert_close(core(k, k, v), softmax(k, k, v), rtol=1e-5, atol=1e-5)
+    few = make("landmarks", ridge=1e-9).core.double()
+    marks = few.remember(k, v).landmarks
+    torch.testing.assert_close(few(marks, k, v), softmax(marks, k, v), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("ridge", [0, -1.0, float("inf"), float("nan")])
+def test_bad_ridge_of_landmarks(ridge):
+    with pytest.raises(ValueError, match="ridge=.*above 0 and finite"):
+        make("landmarks", ridge=ridge)
 
 
 def test_landmarks_read_a_context_once():
