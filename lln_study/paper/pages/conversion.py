@@ -14,6 +14,7 @@ TEACHER = {"options": {}, "recipe": "roberta-small", "length": 512, "steps": 153
 BEST = {
     "converted model": "{model}",
     "near keys": "{near_keys:,}",
+    "slots": "{slots}",
     "softmax kept": "{kept}",
     "tokens": "{millions:.1f}M",
     "held-out text": "{ours}",
@@ -56,9 +57,10 @@ def _with(results: Path, column: str) -> list[Row]:
 
 def _both(row: Row) -> dict[str, str]:
     """The names of a converted model and of its teacher."""
-    maps = ", maps before rotation" if row["options"].get("before_rotation") else ""
+    maps = f", {row['options']['slots']} slots" if "slots" in row["options"] else ""
+    maps += ", maps before rotation" if row["options"].get("before_rotation") else ""
     near = f", {row['near_keys']:,} near keys" if row["near_keys"] else ""
-    layers = f", {kept(row)} kept" if kept(row) != "none" else ""
+    layers = f", kept: {kept(row)}" if kept(row) != "none" else ""
     words = f"{row['attention']}{maps}{near}, {row['recover_steps']} updates of recovery{layers}"
     return {"teacher": f"{row['model']}, softmax", "student": f"{row['model']}, {words}"}
 
@@ -92,11 +94,13 @@ def _mean(rows: list[Row]) -> float:
 def best(results: Path) -> str:
     """The best conversion of every model with nothing kept, with key heads kept, with layers."""
     ours = [row for row in read(results, "conversion") if _is_ours(row)]
-    groups = grouped(ours, lambda row: (row["model"], kept(row)))
+    groups = grouped(ours, lambda row: (row["model"], kept(row).split(",")[0]))
     found = [max(own, key=lambda row: row["agreement"]) for own in groups.values()]
     found.sort(key=lambda row: (row["model"].lower(), row["agreement"]))
     shown = [
-        {**row, **_scores(row), "kept": kept(row), "millions": row["tokens"] / 1e6} for row in found
+        {**row, **_scores(row), "slots": row["options"].get("slots", "–"), "kept": kept(row)}
+        | {"millions": row["tokens"] / 1e6}
+        for row in found
     ]
     return listed(shown, BEST) if shown else NOTHING_YET
 

@@ -108,9 +108,10 @@ def _line(row: Row, stages: Sequence[str], encoder: bool, masked: Sequence[str] 
 
 
 def kept(row: Row) -> str:
-    """Say what keeps softmax: "none", "9 of 90 key heads"; of older rows "27 heads"."""
+    """Say what keeps softmax: "none", "9 of 90 key heads, by error"; of older rows "27 heads"."""
     if keys := sum(map(len, row.get("kept_key_heads", {}).values())):
-        return f"{keys} of {row['key_heads']} key heads"
+        by_error = ", by error" if row["configuration"].get("keep_by") == "error" else ""
+        return f"{keys} of {row['key_heads']} key heads{by_error}"
     heads = sum(map(len, row.get("kept_heads", {}).values()))
     words = [f"{len(row['kept'])} of {row['layers']} layers"] if row["kept"] else []
     words += [f"{heads} heads"] if heads else []
