@@ -47,7 +47,7 @@ class Landmarks(Core):
     Numerics: torch's fused attention keeps its sums in float32, in which W is solved for, too.
     """
 
-    def __init__(self, layer: Layer, *, landmarks: int = 128, ridge: float = 0.1) -> None:
+    def __init__(self, layer: Layer, *, landmarks: int = 128, ridge: float = 0.03) -> None:
         super().__init__(layer)
         check_positive_int("landmarks", landmarks)
         if not 0 < ridge < float("inf"):
