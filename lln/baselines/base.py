@@ -166,6 +166,19 @@ class Core(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         return self.attend(q, k, v, key_mask)
 
+    def remember(
+        self,
+        k: Float[Tensor, "B H M D"],
+        v: Float[Tensor, "B H M E"],
+        key_mask: Bool[Tensor, "B M"] | None = None,
+    ) -> Any:
+        """Read a context for as many queries as come: without a better way, keep all of it."""
+        return k, v, key_mask
+
+    def recall(self, q: Float[Tensor, "B H N D"], kept: Any) -> Float[Tensor, "B H N E"]:
+        """What queries find in a context that was read."""
+        return self(q, *kept)
+
     def attention_matrix(
         self,
         q: Float[Tensor, "B H N D"],

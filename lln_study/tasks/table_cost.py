@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+import lln
 from lln.records.rows import Row
 from lln.records.seeds import seeded
 from lln_study.data import tables
@@ -140,7 +141,7 @@ def _best_of(device: torch.device, call: Any, times: int = 3) -> tuple[Any, floa
 
 
 def _bytes(kept: Any) -> int:
-    state = [] if kept.state is None else [kept.state.log_mass, kept.state.mean]
-    given = [kept.k, kept.v, kept.alpha, *state, *(kept.landmarks or ())]
-    given = [x for x in given if x is not None]
-    return sum(x.numel() * x.element_size() for x in given)
+    if isinstance(kept, torch.Tensor):
+        return kept.numel() * kept.element_size()
+    parts = (kept.log_mass, kept.mean) if isinstance(kept, lln.State) else kept
+    return sum(map(_bytes, parts or ()))

@@ -213,7 +213,7 @@ def test_queries_at_landmarks_find_what_softmax_finds():
     q, k, v = heads(TOKENS)
     core = make("landmarks", landmarks=TOKENS, ridge=1e-9).core.double()
     softmax = torch.nn.functional.scaled_dot_product_attention
-    torch.testing.assert_close(core(k, k, v), softmax(k, k, v), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(core(q, k, v), softmax(q, k, v), rtol=1e-5, atol=1e-5)
     few = make("landmarks", ridge=1e-9).core.double()
     marks = few.remember(k, v).landmarks
     torch.testing.assert_close(few(marks, k, v), softmax(marks, k, v), rtol=1e-5, atol=1e-5)
@@ -221,8 +221,16 @@ def test_queries_at_landmarks_find_what_softmax_finds():
 
 @pytest.mark.parametrize("ridge", [0, -1.0, float("inf"), float("nan")])
 def test_bad_ridge_of_landmarks(ridge):
-    with pytest.raises(ValueError, match="ridge=.*above 0 and finite"):
+    with pytest.raises(ValueError, match=r"ridge=.*above 0 and finite"):
         make("landmarks", ridge=ridge)
+
+
+@pytest.mark.parametrize("name", ["softmax", "elu", "knn"])
+def test_mechanisms_remember_a_context(name):
+    core = make(name).core.double()
+    q, k, v = heads(TOKENS)
+    mask = mask_of()
+    assert torch.equal(core.recall(q, core.remember(k, v, mask)), core(q, k, v, mask))
 
 
 def test_landmarks_read_a_context_once():

@@ -85,21 +85,18 @@ class Columns(NamedTuple):
         return torch.cat([value * share.rsqrt(), missing.to(value.dtype)], dim=-1)
 
 
-class Kept(NamedTuple):
-    """What a layer keeps of a context: a state and its scales, landmarks, or keys and values."""
+class Summary(NamedTuple):
+    """What a layer of LLN keeps of a context."""
 
-    k: Tensor | None = None
-    v: Tensor | None = None
-    state: lln.State | None = None
-    alpha: Tensor | None = None
-    landmarks: Any = None
+    state: lln.State
+    alpha: Tensor
 
 
 class Memory(NamedTuple):
-    """A context, read once."""
+    """A context, read once: of each layer a summary, or what its mechanism remembers."""
 
     columns: Columns
-    layers: list[Kept]
+    layers: list[Any]
 
 
 def attend_to_context(
@@ -151,16 +148,14 @@ class Block(nn.Module):
         x = x + self.attention.out(out.transpose(1, 2).flatten(2))
         return x + self.feed_forward(x)
 
-    def keep(self, x: Float[Tensor, "B M W"]) -> Kept:
-        """Summarise the rows of a context chunk by chunk; without a state, keep keys and values."""
+    def keep(self, x: Float[Tensor, "B M W"]) -> Any:
+        """Summarise the rows of a context chunk by chunk, or let the mechanism remember them."""
         core = self.attention.core
         parts = (self.norm(part) for part in x.split(CHUNK, dim=1))
         if not isinstance(core, LLNAttention):
             both = [self._context(part) for part in parts]
             k, v = (torch.cat(list(each), dim=2) for each in zip(*both, strict=True))
-            if hasattr(core, "remember"):
-                return Kept(landmarks=core.remember(k, v))
-            return Kept(k, v)
+            return core.remember(k, v)
         if core.center is not None or core.statistics.matching.normalize_keys:
             raise ValueError("center_keys and normalize_keys change the keys; leave both out")
         first = self.norm(x[:, :CHUNK])
@@ -171,16 +166,14 @@ class Block(nn.Module):
             k = core.far_inputs(k[:, :, :0], k, draw.beta)[1]
             added = lln.summarize(k, v, beta=draw.beta)
             state = added if state is None else state.merge(added)
-        return Kept(state=state, alpha=draw.alpha)
+        assert state is not None
+        return Summary(state, draw.alpha)
 
-    def read(self, x: Float[Tensor, "B N W"], kept: Kept) -> Float[Tensor, "B N W"]:
+    def read(self, x: Float[Tensor, "B N W"], kept: Any) -> Float[Tensor, "B N W"]:
         """What rows become that attend to a context which was kept."""
         core, q = self.attention.core, self._query(self.norm(x))
-        if kept.landmarks is not None:
-            return self._rest(x, core.recall(q, kept.landmarks))
-        if kept.state is None:
-            return self._rest(x, core(q, kept.k, kept.v))
-        assert kept.alpha is not None
+        if not isinstance(kept, Summary):
+            return self._rest(x, core.recall(q, kept))
         q = core.far_inputs(q, q[:, :, :0], kept.alpha)[0]
         return self._rest(x, lln.read(q, kept.state, alpha=kept.alpha))
 
@@ -224,7 +217,7 @@ class TableModel(nn.Module):
         columns = Columns.of(features, None)
         parts = zip(features.split(CHUNK, dim=1), labels.split(CHUNK, dim=1), strict=True)
         x = torch.cat([self._embed(part, columns, own) for part, own in parts], dim=1)
-        layers: list[Kept] = []
+        layers: list[Any] = []
         for place, block in enumerate(self.blocks):
             layers.append(block.keep(x))
             if place + 1 < len(self.blocks):
