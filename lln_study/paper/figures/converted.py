@@ -40,12 +40,15 @@ def _curves(
     alone = [row for row in ours if not row["kept"] and not row["kept_heads"]]
     first = min((row["near_keys"] for row in alone), default=None)
     start = [row for row in alone if row["near_keys"] == first]
-    whole = [row for row in ours if row.get("kept_key_heads")]
+    slots = [row["options"].get("slots") for row in start]
+    heads = [row for row in ours if row.get("kept_key_heads")]
+    whole = [row for row in heads if row["options"].get("slots") in slots]
     others = [row for row in ours if not row.get("kept_key_heads")]
     single, layers = ([row for row in others if row[name]] for name in ("kept_heads", "kept"))
     shown = {
         "more near keys": alone,
         "key heads keep softmax": whole and start + whole,
+        "key heads, more slots": [row for row in heads if row not in whole],
         "query heads keep softmax": single and start + single,
         "layers keep softmax": layers and start + layers,
         "no far keys": [row for row in rows if row["attention"] != "lln_nearfar"],

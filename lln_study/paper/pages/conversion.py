@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from lln_study.paper.pages.blocks import NOTHING_YET, Blocks, crossed, listed, sourced, where
 from lln_study.paper.results import Row, grouped, read
 from lln_study.paper.tables.conversion import kept
 from lln_study.paper.tables.glue import TASKS
+
+Cells = dict[tuple[str, str], str]  # by line and column
 
 # The pre-training whose checkpoint was converted, on the device that it was trained on.
 TEACHER = {"options": {}, "recipe": "roberta-small", "length": 512, "steps": 15300, "seed": 1}
@@ -26,13 +29,15 @@ def positions(results: Path) -> str:
     """Nats a token against the tokens before it, for the windows that were measured first."""
     windows = grouped(_with(results, "loss_by_position"), _edges)
     rows = next(iter(windows.values()), [])
-    found = {
+    return _by_model(rows, "tokens before", _losses)
+
+
+def _losses(row: Row) -> Cells:
+    return {
         (words, f"{part['from']:,}–{part['to']:,}"): f"{part['nll']:.2f}"
-        for row in rows
         for name, words in _both(row).items()
         for part in row["loss_by_position"][name]
     }
-    return sourced(crossed("tokens before", found), rows)
 
 
 def _edges(row: Row) -> tuple[int, ...]:
@@ -41,14 +46,24 @@ def _edges(row: Row) -> tuple[int, ...]:
 
 def needles(results: Path) -> str:
     """How often a sentence that stands so many tokens back is repeated exactly, in per cent."""
-    rows = _with(results, "needles")
-    found = {
+    return _by_model(_with(results, "needles"), "tokens back", _found)
+
+
+def _found(row: Row) -> Cells:
+    return {
         (_both(row)[one["model"]], f"{one['distance']:,}"): f"{100 * one['exact']:.0f}"
-        for row in rows
         for one in row["needles"]
         if one["distance"]
     }
-    return sourced(crossed("tokens back", found), rows)
+
+
+def _by_model(rows: list[Row], columns: str, cells: Callable[[Row], Cells]) -> str:
+    """A table for each model, of the cells by line and column of all its rows."""
+    tables = [
+        crossed(f"{model}: {columns}", dict(cell for row in own for cell in cells(row).items()))
+        for model, own in grouped(rows, lambda row: row["model"]).items()
+    ]
+    return sourced("\n\n".join(tables), rows)
 
 
 def _with(results: Path, column: str) -> list[Row]:
@@ -62,7 +77,7 @@ def _both(row: Row) -> dict[str, str]:
     near = f", {row['near_keys']:,} near keys" if row["near_keys"] else ""
     layers = f", kept: {kept(row)}" if kept(row) != "none" else ""
     words = f"{row['attention']}{maps}{near}, {row['recover_steps']} updates of recovery{layers}"
-    return {"teacher": f"{row['model']}, softmax", "student": f"{row['model']}, {words}"}
+    return {"teacher": "softmax", "student": words}
 
 
 def finetuned(results: Path) -> str:

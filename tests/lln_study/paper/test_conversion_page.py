@@ -30,11 +30,13 @@ def test_needles_by_distance(tmp_path):
             found("teacher", 16, 1.0), found("student", 16, 0.75), found("teacher", 32, 0.5),
         ],
     }  # fmt: skip
-    write(tmp_path, "conversion", [row, {**row, "digest": "e", "needles": []}])
+    other = {**row, "digest": "f", "model": "large", "needles": [found("teacher", 16, 0.25)]}
+    write(tmp_path, "conversion", [row, {**row, "digest": "e", "needles": []}, other])
     lines = conversion.needles(tmp_path).splitlines()
-    assert lines[0] == "| tokens back | 16 | 32 |"
-    assert lines[2] == "| small, softmax | 100 | 50 |"
-    assert lines[3] == "| small, lln_nearfar, 20 near keys, 3 updates of recovery | 75 | – |"
+    assert lines[0] == "| small: tokens back | 16 | 32 |"
+    assert lines[2] == "| softmax | 100 | 50 |"
+    assert lines[3] == "| lln_nearfar, 20 near keys, 3 updates of recovery | 75 | – |"
+    assert lines[5:8:2] == ["| large: tokens back | 16 |", "| softmax | 25 |"]
     assert conversion.needles(tmp_path / "none") == NOTHING_YET
 
 

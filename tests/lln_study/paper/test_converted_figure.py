@@ -53,17 +53,19 @@ def test_needles_count_where_they_are_far_and_softmax_finds_them():
 
 def test_each_way_to_spend_memory_is_a_curve_from_the_same_start(tmp_path):
     found = [needle("teacher", 512, 1.0), needle("student", 512, 0.25)]
+    whole = {"kept_heads": {"4": [0, 1, 2]}, "kept_key_heads": {"4": [0]}}
     rows = [
         {**ROW, "needles": found},
         {**ROW, "digest": "1", "agreement": 0.7},  # as large, worse
         {**ROW, "digest": "2", "near_keys": 516, "agreement": 0.9},
         {**ROW, "digest": "3", "kept_heads": {"4": [0]}, "agreement": 0.95},
+        {**ROW, "digest": "5", **whole, "agreement": 0.98},
         {
             **ROW,
-            "digest": "5",
-            "kept_heads": {"4": [0, 1, 2]},
-            "kept_key_heads": {"4": [0]},
-            "agreement": 0.98,
+            "digest": "6",
+            **whole,
+            "options": {**ROW["options"], "slots": 256},
+            "agreement": 0.99,
         },
         {**ROW, "digest": "4", "attention": "window_sinks", "options": {}, "agreement": 0.5},
     ]
@@ -72,12 +74,13 @@ def test_each_way_to_spend_memory_is_a_curve_from_the_same_start(tmp_path):
     perplexity, needles = converted.panels(tmp_path)
     curves = {curve.label: curve for curve in perplexity.curves}
     assert list(curves) == [
-        "more near keys", "key heads keep softmax", "query heads keep softmax", "no far keys",
-        "softmax",
+        "more near keys", "key heads keep softmax", "key heads, more slots",
+        "query heads keep softmax", "no far keys", "softmax",
     ]  # fmt: skip
     assert list(curves["more near keys"].y) == pytest.approx([1 / 0.8, 1 / 0.9])
     assert list(curves["query heads keep softmax"].y) == pytest.approx([1 / 0.8, 1 / 0.95])
     assert list(curves["key heads keep softmax"].y) == pytest.approx([1 / 0.8, 1 / 0.98])
+    assert list(curves["key heads, more slots"].y) == pytest.approx([1 / 0.99])
     assert curves["key heads keep softmax"].x[0] == curves["more near keys"].x[0]
     assert list(curves["no far keys"].y) == [2.0]
     assert [(curve.label, list(curve.y)) for curve in needles.curves] == [
