@@ -42,7 +42,7 @@ PARTS = {
     "conversion": Part(
         titles="^(?!.*N = 1,024)",
         without=["softmax", "calibrate", "near alone", "far alone", "seconds"],
-        lines=r"t2r|elu|2e-05|slots 256|(rotation|slots 128)\) \| 260 \| none|^[A-Z].*[;:] "
+        lines=r"t2r|elu|2e-05|slots 256, rec|(rotation|slots 128)\) \| 260 \| none|^[A-Z].*[;:] "
         "|^The converted",
     ),
     "sets": Part(without=["16,384 rows"], lines="learn_scale"),
