@@ -7,19 +7,23 @@ from collections.abc import Sequence
 from lln.report.canvas import Axis
 from lln.report.panels import Curve, Panel
 from lln_study.paper.results import Mean, Row, grouped, in_paper_order, mechanism
-from lln_study.paper.tables.sets import WORDS, of_largest_model
+from lln_study.paper.tables.sets import WORDS, of_each_model, sizes_of
 
 ROWS = Axis("rows of the context", log=True)
+LEFT_OUT = {"landmarks", "learn_scale"}  # options whose variants stand in the table alone
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
-    """Accuracy on each kind of generated tables, then what a context costs."""
-    trained = sorted(of_largest_model(rows), key=in_paper_order)
+    """Accuracy of each model on each kind of generated tables, then what a context costs."""
+    rows = [row for row in rows if not LEFT_OUT & set(row["configuration"].get("options") or ())]
+    models = of_each_model(rows)
     costs = sorted((row for row in rows if row["subject"] == "table_cost"), key=in_paper_order)
-    names = list(dict.fromkeys(mechanism(row) for row in (*trained, *costs)))
+    drawn = sorted([*(row for same in models for row in same), *costs], key=in_paper_order)
+    names = list(dict.fromkeys(mechanism(row) for row in drawn))
     found = [
-        _accuracy(trained, names, kind)
-        for kind in (trained[0]["configuration"]["test_kinds"] if trained else ())
+        _accuracy(same, names, kind)
+        for same in models
+        for kind in same[0]["configuration"]["test_kinds"]
     ]
     if costs:
         read = Axis("seconds to read the context", log=True)
@@ -39,7 +43,8 @@ def _accuracy(rows: Sequence[Row], names: Sequence[str], kind: str) -> Panel:
         errors = [100 * (mean.error or 0) for _, mean in known] if len(own) > 1 else None
         x, y = [size for size, _ in known], [100 * mean.value for _, mean in known]
         curves.append(Curve(name, x, y, errors, slot=names.index(name), marker="o"))
-    return Panel(f"Accuracy: {WORDS[kind]}", curves, ROWS, Axis("accuracy, %"))
+    title = f"{WORDS[kind].capitalize()}, {sizes_of(rows)}"
+    return Panel(title, curves, ROWS, Axis("accuracy, %"))
 
 
 def _cost(rows: Sequence[Row], names: Sequence[str], title: str, column: str, y: Axis) -> Panel:

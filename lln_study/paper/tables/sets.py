@@ -24,10 +24,9 @@ WORDS = {"network": "networks", "cells": "cells", "tree": "trees", "linear": "li
 
 def tables(rows: Sequence[Row]) -> list[Table]:
     """Of each kind of generated tables one, one of the real ones, and one of time and memory."""
-    own = sorted((row for row in rows if row["subject"] == "table"), key=in_paper_order)
     fitted = [row for row in rows if row["subject"] == "table_fitted"]
     found = []
-    for same in _scales(own).values():
+    for same in of_each_model(rows):
         kinds = same[0]["configuration"]["test_kinds"]
         found += [_against_rows(same, kind) for kind in kinds]
         if any(row.get("real") for row in same):
@@ -36,24 +35,29 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     return [*found, _cost(costs)] if costs else found
 
 
-def of_largest_model(rows: Sequence[Row]) -> list[Row]:
-    """Runs of one model and budget: the largest."""
+def of_each_model(rows: Sequence[Row]) -> list[list[Row]]:
+    """Runs by model and budget, the largest first."""
     own = [row for row in rows if row["subject"] == "table"]
-    return max(_scales(own).values(), key=_size, default=[])
+    models = grouped(
+        sorted(own, key=in_paper_order),
+        lambda row: str([row["configuration"].get(name) for name in SCALE]),
+    )
+    return sorted(models.values(), key=_size, reverse=True)
 
 
 def _size(same: Sequence[Row]) -> tuple[int, ...]:
     return tuple(same[0]["configuration"][name] for name in ("width", "layers", "steps"))
 
 
-def _scales(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    return grouped(rows, lambda row: str([row["configuration"].get(name) for name in SCALE]))
+def sizes_of(rows: Sequence[Row]) -> str:
+    """Of one model: "6 layers × 256"."""
+    return "{layers} layers × {width}".format(**rows[0]["configuration"])
 
 
 def _title(what: str, rows: Sequence[Row]) -> str:
     about = rows[0]["configuration"]
     return (
-        f"{what}: {about['layers']} layers × {about['width']}, {about['heads']} heads, "
+        f"{what}: {sizes_of(rows)}, {about['heads']} heads, "
         f"{about['steps']:,} updates of {about['batch_size']} tables with {about['least']} to "
         f"{about['most']:,} rows"
     )

@@ -291,9 +291,18 @@ def test_the_command_trains_and_its_rows_become_tables(tmp_path, monkeypatch):
     shown = "\n".join(each.markdown() for each in known)
     assert len(known) == 3, shown
     assert shown.count("| LLN |") == 3 and "| k nearest neighbours |" in shown
-    drawn = figure.panels(read_rows(tmp_path / "table.jsonl"))
-    assert [panel.title for panel in drawn] == ["Accuracy: networks", "Accuracy: cells"]
-    assert [curve.label for curve in drawn[0].curves] == ["k nearest neighbours", "Softmax", "LLN"]
+    rows = read_rows(tmp_path / "table.jsonl")
+    larger = [{**row, "configuration": {**row["configuration"], "width": 64}} for row in rows[:1]]
+    variant = {"options": {"learn_scale": True}}
+    rows.append({**rows[-1], "configuration": {**rows[-1]["configuration"], **variant}})
+    drawn = figure.panels([*rows, *larger])
+    models = ("2 layers × 64", "2 layers × 32")
+    titles = [f"{kind}, {model}" for model in models for kind in ("Networks", "Cells")]
+    assert [panel.title for panel in drawn] == titles
+    assert [curve.label for curve in drawn[2].curves] == ["k nearest neighbours", "Softmax", "LLN"]
+    assert [table.title.split(", 2 heads")[0] for table in sets.tables([*rows, *larger])][::3] == [
+        "Generated tables, networks: 2 layers × 64", "Generated tables, networks: 2 layers × 32",
+    ]  # fmt: skip
     assert sets.tables([]) == []
 
 
