@@ -11,6 +11,7 @@ from lln_study.paper.tables.conversion import kept
 from lln_study.paper.tables.glue import TASKS
 
 Cells = dict[tuple[str, str], str]  # by line and column
+USUAL, SLOTS = "lln_nearfar", 128  # of a converted decoder
 
 # The pre-training whose checkpoint was converted, on the device that it was trained on.
 TEACHER = {"options": {}, "recipe": "roberta-small", "length": 512, "steps": 15300, "seed": 1}
@@ -58,7 +59,8 @@ def _found(row: Row) -> Cells:
 
 
 def _by_model(rows: list[Row], columns: str, cells: Callable[[Row], Cells]) -> str:
-    """A table for each model, of the cells by line and column of all its rows."""
+    """A table for each model, of the cells by line and column of its rows, the worst first."""
+    rows = sorted(rows, key=lambda row: row["agreement"])
     tables = [
         crossed(f"{model}: {columns}", dict(cell for row in own for cell in cells(row).items()))
         for model, own in grouped(rows, lambda row: row["model"]).items()
@@ -71,13 +73,17 @@ def _with(results: Path, column: str) -> list[Row]:
 
 
 def _both(row: Row) -> dict[str, str]:
-    """The names of a converted model and of its teacher."""
-    maps = f", {row['options']['slots']} slots" if "slots" in row["options"] else ""
-    maps += ", maps before rotation" if row["options"].get("before_rotation") else ""
-    near = f", {row['near_keys']:,} near keys" if row["near_keys"] else ""
-    layers = f", kept: {kept(row)}" if kept(row) != "none" else ""
-    words = f"{row['attention']}{maps}{near}, {row['recover_steps']} updates of recovery{layers}"
-    return {"teacher": "softmax", "student": words}
+    """The names of a converted model, without what is usual, and of its teacher."""
+    given = row["options"]
+    words = [] if row["attention"] == USUAL else [row["attention"]]
+    words += [f"{row['near_keys']:,} near keys"] if row["near_keys"] else []
+    what, *how = kept(row).split(", ")
+    words += [" ".join([what, "kept", *how])] if what != "none" else []
+    words += [f"{given['slots']} slots"] if given.get("slots", SLOTS) != SLOTS else []
+    if row["attention"] == USUAL and not given.get("before_rotation"):
+        words.append("maps after rotation")
+    words.append(f"{row['recover_steps']} updates of recovery")
+    return {"teacher": "softmax", "student": ", ".join(words)}
 
 
 def finetuned(results: Path) -> str:

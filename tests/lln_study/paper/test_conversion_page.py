@@ -24,19 +24,28 @@ def test_needles_by_distance(tmp_path):
     row = {
         "subject": "conversion", "mechanism": "lln_nearfar", "attention": "lln_nearfar",
         "digest": "d", "seed": 0, "configuration": {}, "model": "small", "kept": [],
-        "near_keys": 20, "options": {}, "recover_steps": 3, **ABOUT,
+        "near_keys": 20, "options": {"before_rotation": True}, "recover_steps": 3, **ABOUT,
+        "agreement": 0.5,
         "needles": [
             found("teacher", None, 0.0), found("student", None, 0.0),
             found("teacher", 16, 1.0), found("student", 16, 0.75), found("teacher", 32, 0.5),
         ],
     }  # fmt: skip
     other = {**row, "digest": "f", "model": "large", "needles": [found("teacher", 16, 0.25)]}
-    write(tmp_path, "conversion", [row, {**row, "digest": "e", "needles": []}, other])
+    unusual = {
+        **row, "digest": "g", "agreement": 0.4, "options": {"slots": 64}, "needles": row["needles"],
+        "key_heads": 9, "kept_key_heads": {"0": [0]}, "configuration": {"keep_by": "error"},
+    }  # fmt: skip
+    write(tmp_path, "conversion", [row, {**row, "digest": "e", "needles": []}, other, unusual])
     lines = conversion.needles(tmp_path).splitlines()
     assert lines[0] == "| small: tokens back | 16 | 32 |"
     assert lines[2] == "| softmax | 100 | 50 |"
-    assert lines[3] == "| lln_nearfar, 20 near keys, 3 updates of recovery | 75 | – |"
-    assert lines[5:8:2] == ["| large: tokens back | 16 |", "| softmax | 25 |"]
+    assert lines[3:5] == [
+        "| 20 near keys, 1 of 9 key heads kept by error, 64 slots, maps after rotation, "
+        "3 updates of recovery | 75 | – |",
+        "| 20 near keys, 3 updates of recovery | 75 | – |",
+    ]
+    assert lines[6:9:2] == ["| large: tokens back | 16 |", "| softmax | 25 |"]
     assert conversion.needles(tmp_path / "none") == NOTHING_YET
 
 
