@@ -424,6 +424,7 @@ _TABLE = (
         "after Han et al. 2023, arXiv:2312.08874",
         time="N m d",
         memory="N d",
+        matrix="signed",
         options={"landmarks": 128, "ridge": 0.03},
         source="ours: landmarks are keys of the context; the inverse as in Nyström's method",
         note="for sets: `core.remember` keeps a context in m (2 d) numbers, whatever its length",

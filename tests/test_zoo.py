@@ -179,7 +179,7 @@ def test_the_matrix_is_what_the_record_says(name):
     module, entry = make(name), lln.describe(name)
     x, mask = padded(40)
     with torch.no_grad():
-        matrix = module.attention_matrix(x, mask)
+        matrix = module.attention_matrix(2 * x, mask)  # weights that are not all alike
     assert matrix.shape[0] == 2 and matrix.shape[2:] == (40, 40)
     assert (matrix[1, :, :, ~mask[1]] == 0).all()
     valid_rows = matrix[0]

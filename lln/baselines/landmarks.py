@@ -33,7 +33,7 @@ class Landmarks(Core):
     well-posed; as it grows, W becomes softmax(C Kᵀ) V, the form of Agent attention (Han et al.
     2023, arXiv:2312.08874). Without λ it would be Nyström's method, which Nyströmformer applies to
     means of neighbouring tokens. In the words of LLN, C are the slots: they lie where the keys do.
-    O(N m d + m³) time, O(N d) memory.
+    Weights of a row sum to one, and some may be negative. O(N m d + m³) time, O(N d) memory.
 
     A context is read once and kept in m (D + E) numbers a head, for as many queries as come:
 
