@@ -9,10 +9,10 @@ from typing import Any
 from lln.report.canvas import Axis
 from lln.report.panels import Curve, Panel
 from lln_study.paper.results import Row, grouped, read
+from lln_study.paper.tables.conversion import needles_found
 
 HEADS, KEY_HEADS, WIDTH = 9, 3, 64  # of a layer of SmolLM2-135M, by its config
 CONTEXT = 8192  # tokens after which caches are compared
-SURE = 31 / 32  # of the needles: softmax misses one at most where a distance counts
 TITLE = "Converted SmolLM2-135M"
 
 
@@ -66,17 +66,6 @@ def _curves(
 def ratio(row: Row) -> float:
     """Perplexity over that of softmax."""
     return 1 / row["agreement"]
-
-
-def needles_found(row: Row) -> float | None:
-    """Needles that are found beyond the near keys, %, where softmax finds them; None if unasked."""
-    exact = {(x["model"], x["distance"]): x["exact"] for x in row.get("needles") or ()}
-    far = [
-        exact["student", distance]
-        for (model, distance), share in exact.items()
-        if model == "teacher" and distance and distance > row["near_keys"] and share >= SURE
-    ]
-    return 100 * sum(far) / len(far) if far else None
 
 
 def cache_share(row: Row) -> float:

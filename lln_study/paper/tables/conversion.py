@@ -23,9 +23,10 @@ NOTES = {
     ),
 }
 FOUND = (
-    "In longer windows: perplexity beside softmax's there. Needles: how many beyond the near keys "
-    "are found. Pairs, sayings: −ln p of what generated recall asks for from beyond them, in nats, "
-    "softmax → converted. Cache: its share of softmax's after so many tokens."
+    "In longer windows: perplexity beside softmax's there. Needles: those beyond the near keys, at "
+    "distances where softmax misses one of 32 at most. Pairs, sayings: −ln p of what generated "
+    "recall asks for from beyond them, in nats, softmax → converted. Cache: its share of softmax's "
+    "after so many tokens."
 )
 # A softmax model with the same updates is itself: its loss is 0 from the start.
 CONTROL = (
@@ -36,6 +37,7 @@ MASKED = "hidden tokens"
 COLUMNS = ("attention", "near keys", "kept", "tokens")
 STAGES = ("calibrate", "transfer", "keep", "recover")
 LONG_CONTEXT = 8192  # tokens
+SURE = 31 / 32  # of the needles: softmax misses one at most where a distance counts
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
@@ -124,15 +126,20 @@ def _long(row: Row) -> str:
     return f"{own['student'] / own['teacher']:.3f}× ({own['window']:,})" if own else "–"
 
 
-def _needles(row: Row) -> str:
-    """How many needles beyond the near keys are found, all distances together."""
+def needles_found(row: Row) -> float | None:
+    """Needles that are found beyond the near keys, %, where softmax finds them; None if unasked."""
+    exact = {(x["model"], x["distance"]): x["exact"] for x in row.get("needles") or ()}
     far = [
-        x
-        for x in row.get("needles") or ()
-        if x["model"] == "student" and (x["distance"] or 0) > (row["near_keys"] or 0)
+        exact["student", distance]
+        for (model, distance), share in exact.items()
+        if model == "teacher" and distance and distance > (row["near_keys"] or 0) and share >= SURE
     ]
-    asked = sum(x["needles"] for x in far)
-    return f"{sum(round(x['exact'] * x['needles']) for x in far)} of {asked}" if asked else "–"
+    return 100 * sum(far) / len(far) if far else None
+
+
+def _needles(row: Row) -> str:
+    found = needles_found(row)
+    return "–" if found is None else f"{found:.0f}"
 
 
 def _recall(task: str, row: Row) -> str:
@@ -154,7 +161,7 @@ def _cache(row: Row) -> str:
 #: What a decoder finds of what it has read, and at what size; columns of rows that have them.
 FINDS = {
     "in longer windows": _long,
-    "needles": _needles,
+    "needles, %": _needles,
     "pairs": functools.partial(_recall, "pairs"),
     "sayings": functools.partial(_recall, "needles"),
     "cache": _cache,
