@@ -24,18 +24,19 @@ def panels(results: Path) -> list[Panel]:
     length = max(row["length"] for row in rows)
     rows = [row for row in rows if row["length"] == length]
     x = Axis(f"cache after {CONTEXT:,} tokens, % of softmax", limits=(0, 105))
-    drawn = [Panel(TITLE, _curves(rows, ratio, min, 1), x, Axis("perplexity ÷ softmax's"))]
+    drawn = [Panel(TITLE, _curves(rows, ratio, 1), x, Axis("perplexity ÷ softmax's"))]
     found = [row for row in rows if needles_found(row) is not None]
     if found:
         y = Axis("needles found beyond the near keys, %", limits=(0, 105))
-        drawn.append(Panel(TITLE, _curves(found, needles_found, max, 100), x, y))
+        drawn.append(Panel(TITLE, _curves(found, needles_found, 100), x, y))
     return drawn
 
 
-def _curves(
-    rows: Sequence[Row], value: Callable[[Row], Any], best: Callable[..., float], softmax: float
-) -> list[Curve]:
-    """A curve for each way to spend memory, from the setting that the others start from."""
+def _curves(rows: Sequence[Row], value: Callable[[Row], Any], softmax: float) -> list[Curve]:
+    """A curve for each way to spend memory, from the setting that the others start from.
+
+    Of models of a size the one of least perplexity is drawn.
+    """
     ours = [row for row in rows if row["attention"] == "lln_nearfar"]
     alone = [row for row in ours if not row["kept"] and not row["kept_heads"]]
     first = min((row["near_keys"] for row in alone), default=None)
@@ -56,7 +57,8 @@ def _curves(
     curves = []
     for slot, (label, own) in enumerate(shown.items(), start=1):
         groups = grouped(own, lambda row: round(cache_share(row), 3)).values()
-        points = sorted((100 * cache_share(each[0]), best(map(value, each))) for each in groups)
+        best = [max(each, key=lambda row: row["agreement"]) for each in groups]
+        points = sorted((100 * cache_share(row), value(row)) for row in best)
         if points:
             xs, ys = zip(*points, strict=True)
             curves.append(Curve(label, xs, ys, slot=slot, marker="o", named=True))

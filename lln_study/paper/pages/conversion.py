@@ -82,6 +82,8 @@ def _both(row: Row) -> dict[str, str]:
     words += [f"{given['slots']} slots"] if given.get("slots", SLOTS) != SLOTS else []
     if row["attention"] == USUAL and not given.get("before_rotation"):
         words.append("maps after rotation")
+    if (row["configuration"].get("recover_options") or {}).get("short_windows"):
+        words.append("short windows")
     words.append(f"{row['recover_steps']} updates of recovery")
     return {"teacher": "softmax", "student": ", ".join(words)}
 

@@ -177,6 +177,7 @@ def _name(row: Row) -> str:
     words += ["before rotation"] if given.get("before_rotation") else []
     words += ["learned mix"] if given.get("mix") == "learned" else []
     learned = row["configuration"].get("recover_options") or {}
+    words += ["short windows"] if learned.get("short_windows") else []
     if row["recover_steps"] and "learning_rate" in learned:
         words.append(f"recovered at {learned['learning_rate']:g}")
     return f"{row['attention']} ({', '.join(words)})" if words else row["attention"]

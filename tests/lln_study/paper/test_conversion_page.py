@@ -34,7 +34,8 @@ def test_needles_by_distance(tmp_path):
     other = {**row, "digest": "f", "model": "large", "needles": [found("teacher", 16, 0.25)]}
     unusual = {
         **row, "digest": "g", "agreement": 0.4, "options": {"slots": 64}, "needles": row["needles"],
-        "key_heads": 9, "kept_key_heads": {"0": [0]}, "configuration": {"keep_by": "error"},
+        "key_heads": 9, "kept_key_heads": {"0": [0]},
+        "configuration": {"keep_by": "error", "recover_options": {"short_windows": 0.25}},
     }  # fmt: skip
     write(tmp_path, "conversion", [row, {**row, "digest": "e", "needles": []}, other, unusual])
     lines = conversion.needles(tmp_path).splitlines()
@@ -42,7 +43,7 @@ def test_needles_by_distance(tmp_path):
     assert lines[2] == "| softmax | 100 | 50 |"
     assert lines[3:5] == [
         "| 20 near keys, 1 of 9 key heads kept by error, 64 slots, maps after rotation, "
-        "3 updates of recovery | 75 | – |",
+        "short windows, 3 updates of recovery | 75 | – |",
         "| 20 near keys, 3 updates of recovery | 75 | – |",
     ]
     assert lines[6:9:2] == ["| large: tokens back | 16 |", "| softmax | 25 |"]

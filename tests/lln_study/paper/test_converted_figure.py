@@ -53,10 +53,11 @@ def test_needles_count_where_they_are_far_and_softmax_finds_them():
 
 def test_each_way_to_spend_memory_is_a_curve_from_the_same_start(tmp_path):
     found = [needle("teacher", 512, 1.0), needle("student", 512, 0.25)]
+    better = [needle("teacher", 512, 1.0), needle("student", 512, 0.5)]
     whole = {"kept_heads": {"4": [0, 1, 2]}, "kept_key_heads": {"4": [0]}}
     rows = [
         {**ROW, "needles": found},
-        {**ROW, "digest": "1", "agreement": 0.7},  # as large, worse
+        {**ROW, "digest": "1", "agreement": 0.7, "needles": better},  # as large, worse
         {**ROW, "digest": "2", "near_keys": 516, "agreement": 0.9},
         {**ROW, "digest": "3", "kept_heads": {"4": [0]}, "agreement": 0.95},
         {**ROW, "digest": "5", **whole, "agreement": 0.98},
