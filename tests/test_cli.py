@@ -128,6 +128,35 @@ def test_what_does_not_exist_is_named(tmp_path):
     assert done.exit_code and "none.json does not exist" in done.output + str(done.exception)
 
 
+def _options(command, path=()):
+    """All options of a command and of those below it, each with the words that lead to it."""
+    yield from ((path, option) for option in command.params if option.opts[0].startswith("--"))
+    for name, below in getattr(command, "commands", {}).items():
+        yield from _options(below, (*path, name))
+
+
+def test_a_file_for_a_folder_is_refused_before_any_work(tmp_path):
+    import typer
+
+    from lln.cli import app as cli
+
+    file = tmp_path / "rows.jsonl"
+    file.touch()
+    options = list(_options(typer.main.get_command(cli.app)))
+    found = {"Folder": 0, "File": 0}
+    for path, option in options:
+        word = (option.help or "").split(" ")[0]
+        if word not in found or "npz" in option.help or "Folder or file" in option.help:
+            continue
+        found[word] += 1
+        wrong = file if word == "Folder" else tmp_path
+        done = in_process(*path, option.opts[0], str(wrong))
+        assert done.exit_code == 2, (path, option.opts)
+        said = " ".join(done.stderr.split())
+        assert f"'{option.opts[0]}'" in said and f"{wrong}' is a " in said, (path, said)
+    assert found["Folder"] > 15 and found["File"] > 3
+
+
 def test_bench_writes_rows_and_prints_ratios(tmp_path, monkeypatch):
     from lln_study.bench import cpu, sweep
     from lln_study.bench.cases import Case

@@ -16,6 +16,7 @@ except ImportError:
 
 from lln.cli.convert import convert
 from lln.cli.export import export
+from lln.cli.places import folder
 from lln.cli.running import let_waiting_threads_sleep
 from lln.cli.whole_help import WholeHelp
 
@@ -163,7 +164,7 @@ def inspect(
     text: Annotated[
         Path | None, typer.Option(help="UTF-8 file that the model reads; default Tiny Shakespeare.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/inspect"),
+    out: Annotated[Path, folder("Folder of the report.")] = Path("runs/inspect"),
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of a sequence.")] = 256,
     sequences: Annotated[int, typer.Option(min=1, help="Sequences in the averages.")] = 2,
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from lln.cli.options import mechanism_options
+from lln.cli.places import file, folder
 from lln.cli.running import let_waiting_threads_sleep, plain_errors
 
 
@@ -16,7 +17,7 @@ def convert(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL_FOLDER", help="A local Hugging Face model.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder of the converted model and its report.")],
+    out: Annotated[Path, folder("Folder of the converted model and its report.")],
     data: Annotated[
         Path | None,
         typer.Option(
@@ -85,8 +86,8 @@ def convert(
     require: Annotated[
         float | None, typer.Option(help="Exit with 1 if the agreement is less than this number.")
     ] = None,
-    held_out: Annotated[Path | None, typer.Option(help="File of the text that judges.")] = None,
-    results: Annotated[Path | None, typer.Option(help="Folder that gets a result row.")] = None,
+    held_out: Annotated[Path | None, file("File of the text that judges.")] = None,
+    results: Annotated[Path | None, folder("Folder that gets a result row.")] = None,
     judge_articles: Annotated[int, typer.Option(min=1, help="Articles that judge.")] = 200,
     cost_length: Annotated[
         int | None, typer.Option(min=0, help="The longest input that is timed; 0 times nothing.")

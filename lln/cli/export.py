@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from lln.cli.options import mechanism_options
+from lln.cli.places import file, folder
 from lln.cli.running import let_waiting_threads_sleep, plain_errors
 
 
@@ -15,7 +16,7 @@ def export(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL_FOLDER", help="A local Hugging Face text model.")
     ],
-    out: Annotated[Path, typer.Option(help="File of the graph, FILE.onnx.")],
+    out: Annotated[Path, file("File of the graph, FILE.onnx.")],
     length: Annotated[
         int | None, typer.Option(min=8, help="Most tokens of the check; default 512.")
     ] = None,
@@ -30,9 +31,7 @@ def export(
         bool,
         typer.Option("--decoder", help="One step of decoding: the state goes in and comes out."),
     ] = False,
-    results: Annotated[
-        Path | None, typer.Option(help="Folder that gets the rows of the check.")
-    ] = None,
+    results: Annotated[Path | None, folder("Folder that gets the rows of the check.")] = None,
     check: Annotated[
         bool, typer.Option(help="Compare with torch, and time beside softmax, in onnxruntime.")
     ] = True,

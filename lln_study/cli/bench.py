@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from lln.cli.places import folder
 from lln.cli.running import let_waiting_threads_sleep
 from lln.cli.whole_help import WholeHelp
 
@@ -16,7 +17,7 @@ bench_app = typer.Typer(cls=WholeHelp, invoke_without_command=True)
 @bench_app.callback()
 def bench(
     context: typer.Context,
-    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),
+    out: Annotated[Path, folder("Folder of the result files.")] = Path("runs/bench"),
     quick: Annotated[bool, typer.Option("--quick", help="Short lengths only.")] = False,
     min_seconds: Annotated[float, typer.Option(help="Least time per case.")] = 1.0,
 ) -> None:
@@ -35,7 +36,7 @@ def bench(
 
 @bench_app.command("gpu")
 def bench_gpu(
-    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),
+    out: Annotated[Path, folder("Folder of the result files.")] = Path("runs/bench"),
     quick: Annotated[bool, typer.Option("--quick", help="Two lengths only.")] = False,
     op: Annotated[list[str] | None, typer.Option(help="Only this one. Repeat.")] = None,
     minutes: Annotated[
@@ -60,7 +61,7 @@ def bench_gpu(
 
 @bench_app.command("targets")
 def bench_targets(
-    results: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
+    results: Annotated[Path, folder("Folder of the result files.")] = Path("results"),
 ) -> None:
     """Show the goals of the kernels beside the measurements.
 
@@ -85,7 +86,7 @@ def bench_resources(
         bool,
         typer.Option("--masked", help="Compile for key masks and lengths that no tile divides."),
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder that also keeps the rows.")] = None,
+    out: Annotated[Path | None, folder("Folder that also keeps the rows.")] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes that compile; default one per core.")
     ] = None,
@@ -114,7 +115,7 @@ def bench_tiles(
     ] = None,
     width: Annotated[list[int] | None, typer.Option(help="64 or 128. Repeat.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Stop after so many minutes.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder that keeps the rows.")] = None,
+    out: Annotated[Path | None, folder("Folder that keeps the rows.")] = None,
 ) -> None:
     """Try other tiles of the kernels on a CUDA device.
 
@@ -134,7 +135,7 @@ def bench_commits(
     tree: Annotated[Path, typer.Argument(help="A clone of another commit.", exists=True)],
     op: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
     minutes: Annotated[float, typer.Option(help="Stop after, compiling not included.")] = 60.0,
-    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),
+    out: Annotated[Path, folder("Folder of the result files.")] = Path("runs/bench"),
 ) -> None:
     """Compare the kernels with those of another commit on a CUDA device.
 
@@ -151,7 +152,7 @@ def bench_commits(
 
 @bench_app.command("host")
 def bench_host(
-    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),
+    out: Annotated[Path, folder("Folder of the result files.")] = Path("runs/bench"),
 ) -> None:
     """Measure short calls from Python on a CUDA device.
 
@@ -164,7 +165,7 @@ def bench_host(
 
 @bench_app.command("serve")
 def bench_serve(
-    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),
+    out: Annotated[Path, folder("Folder of the result files.")] = Path("runs/bench"),
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seats: Annotated[list[int] | None, typer.Option(min=1, help="Streams at once. Repeat.")] = None,
     length: Annotated[
@@ -191,7 +192,7 @@ def bench_serve(
 
 @bench_app.command("zoo")
 def bench_zoo(
-    out: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("runs/bench"),
+    out: Annotated[Path, folder("Folder of the result files.")] = Path("runs/bench"),
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="Short lengths only.")] = False,
     mechanism: Annotated[list[str] | None, typer.Option(help="Only this one. Repeat.")] = None,

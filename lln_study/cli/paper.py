@@ -7,15 +7,14 @@ from typing import Annotated
 
 import typer
 
+from lln.cli.places import file, folder
 from lln.cli.running import let_waiting_threads_sleep
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/demo"),
+    out: Annotated[Path, folder("Folder of the report.")] = Path("runs/demo"),
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes, in seconds.")] = False,
-    results: Annotated[
-        Path | None, typer.Option(help="Folder that also keeps the rows as JSON.")
-    ] = None,
+    results: Annotated[Path | None, folder("Folder that also keeps the rows as JSON.")] = None,
 ) -> None:
     """Compare LLN with softmax in two minutes, and write a report.
 
@@ -35,9 +34,9 @@ def figure(
     every: Annotated[
         bool, typer.Option("--all", help="All figures that need no training.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Folder of the files.")] = Path("runs/figures"),
+    out: Annotated[Path, folder("Folder of the files.")] = Path("runs/figures"),
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes, in seconds.")] = False,
-    results: Annotated[Path, typer.Option(help="Folder of the result rows.")] = Path("results"),
+    results: Annotated[Path, folder("Folder of the result rows.")] = Path("results"),
 ) -> None:
     """Compute a figure of the paper again.
 
@@ -72,7 +71,7 @@ def table(
     number: Annotated[
         str, typer.Argument(help="1 to 5 of the paper; or pretraining, conversion, sets.")
     ],
-    results: Annotated[Path, typer.Option(help="Folder of the result rows.")] = Path("results"),
+    results: Annotated[Path, folder("Folder of the result rows.")] = Path("results"),
     as_json: Annotated[
         bool, typer.Option("--json", help="Print records instead of a table.")
     ] = False,
@@ -109,8 +108,8 @@ def table(
 
 
 def report(
-    results: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
-    out: Annotated[Path, typer.Option(help="File of the page.")] = Path("runs/report.html"),
+    results: Annotated[Path, folder("Folder of the result files.")] = Path("results"),
+    out: Annotated[Path, file("File of the page.")] = Path("runs/report.html"),
 ) -> None:
     """Write a page with every table and figure beside ours.
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
+from lln.cli.places import file, folder
 from lln.cli.running import plain_errors
 from lln.cli.whole_help import WholeHelp
 from lln_study.cli.settings import LIST, read_settings, show_settings
@@ -41,9 +42,9 @@ Set = Annotated[
         "their values.",
     ),
 ]
-Out = Annotated[Path | None, typer.Option(help="Folder of the run; default runs/NAME.")]
+Out = Annotated[Path | None, folder("Folder of the run; default runs/NAME.")]
 Results = Annotated[
-    Path | None, typer.Option(help="File the result row is appended to; default OUT/results.jsonl.")
+    Path | None, file("File the result row is appended to; default OUT/results.jsonl.")
 ]
 
 
@@ -258,13 +259,13 @@ def sweep(
     jobs: Annotated[
         int, typer.Option(min=1, help="Processes at once; with --ray, on each GPU.")
     ] = 1,
-    out: Annotated[Path, typer.Option(help="Folder of the result rows.")] = Path("results"),
+    out: Annotated[Path, folder("Folder of the result rows.")] = Path("results"),
     minutes: Annotated[
         float | None, typer.Option(help="Stop after so many minutes. The same command goes on.")
     ] = None,
     data: Data = None,
     scratch: Annotated[
-        Path, typer.Option(help="Folder of checkpoints. A checkpoint goes when its rows are done.")
+        Path, folder("Folder of checkpoints. A checkpoint goes when its rows are done.")
     ] = Path("runs/sweep"),
     tell: Annotated[
         bool, typer.Option("--list", help="Say what is done and what is to run. Run nothing.")
