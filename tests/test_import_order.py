@@ -114,6 +114,7 @@ EXTRAS_AT_THE_TOP = {
     "cli/convert.py": {"typer"},
     "cli/export.py": {"typer"},
     "cli/options.py": {"typer"},
+    "cli/places.py": {"typer"},
     "cli/running.py": {"typer"},
     "cli/whole_help.py": {"typer"},
     "study/cli/__init__.py": {"typer"},
