@@ -13,6 +13,8 @@ from lln.baselines.base import Core, Layer
 from lln.ops.common.arguments import check_positive_int, no_autocast
 from lln.protocols import compute_dtype
 
+BATCHED_ON_CPU = 128  # rows of matrices
+
 
 class Read(NamedTuple):
     """What is kept of a context, whatever its length: landmarks, their values, which exist."""
@@ -108,8 +110,19 @@ def unblurred(
             scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
         blur = torch.softmax(scores, dim=-1)
         blur = blur + ridge * torch.eye(blur.shape[-1], dtype=blur.dtype, device=blur.device)
-        # no check for errors, which would wait for the GPU: ridge > 0 leaves none to be found
-        return torch.linalg.solve_ex(blur, (1 + ridge) * r).result.to(read.dtype)
+        return _solved(blur, (1 + ridge) * r).to(read.dtype)
+
+
+def _solved(a: Float[Tensor, "B H m m"], b: Float[Tensor, "B H m E"]) -> Float[Tensor, "B H m E"]:
+    """a⁻¹ b without a check for errors, which would wait for the GPU: ridge > 0 leaves none.
+
+    On several threads of a CPU torch hangs in batches of larger matrices (pytorch#142815: from
+    about 150 rows on). There they are solved one by one.
+    """
+    if a.device.type != "cpu" or a.shape[-1] <= BATCHED_ON_CPU or not len(a):
+        return torch.linalg.solve_ex(a, b).result
+    each = zip(a.flatten(0, 1), b.flatten(0, 1), strict=True)
+    return torch.stack([torch.linalg.solve_ex(x, y).result for x, y in each]).view_as(b)
 
 
 def spread(

@@ -7,6 +7,8 @@ time, over the visible keys only; nothing is shared with the implementation.
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -217,6 +219,21 @@ def test_queries_at_landmarks_find_what_softmax_finds():
     few = make("landmarks", ridge=1e-9).core.double()
     marks = few.remember(k, v).landmarks
     torch.testing.assert_close(few(marks, k, v), softmax(marks, k, v), rtol=1e-5, atol=1e-5)
+
+
+def test_many_landmarks_on_several_threads():
+    """Batches of so large matrices hang in torch, or come out wrong; in a process of its own."""
+    code = """
+import torch, lln
+torch.set_num_threads(4)
+q, k, v = torch.randn(3, 2, 2, 300, 16, dtype=torch.float64).requires_grad_()
+core = lln.create("landmarks", dim=32, num_heads=2, landmarks=300, ridge=1e-9).core.double()
+softmax = torch.nn.functional.scaled_dot_product_attention
+found, expected = (torch.cat([x, *torch.autograd.grad(x.square().sum(), (q, k, v))])
+                   for x in (core(q, k, v), softmax(q, k, v)))
+torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 @pytest.mark.parametrize("ridge", [0, -1.0, float("inf"), float("nan")])
