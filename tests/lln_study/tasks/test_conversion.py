@@ -71,5 +71,5 @@ def test_the_sweep_of_the_library_is_planned_without_its_model(tmp_path):
     content = plan.read(Path(plan.FOLDER) / "conversion.json")
     jobs = plan.plan(content, data=tmp_path, out=tmp_path, scratch=tmp_path / "s", need_data=False)
     names = {tuple(one.keys) for one in jobs}
-    assert len(names) == len(jobs) == 8 and not any(one.unknown for one in jobs)
-    assert [one.spec.get("keep", 0) for one in jobs] == [5, 9, 0, 9, 5, 2, 5, 5]
+    assert len(names) == len(jobs) == 9 and not any(one.unknown for one in jobs)
+    assert [one.spec.get("keep", 0) for one in jobs] == [5, 9, 0, 9, 9, 5, 2, 5, 5]
