@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lln_study.bench.kernels import offline, resources
+from lln_study.bench.kernels import offline
 from lln_study.bench.kernels.offline import ARCHITECTURES, CannotCompile, Usage
+from lln_study.bench.kernels.resource_cases import NEAR_FAR, resource_cases
 from tests.lln_study.bench.outside import outside
 
 TRITON = Path(__file__).resolve().parents[3] / "lln" / "ops"
@@ -75,20 +76,20 @@ def test_every_architecture_has_its_own_shared_memory():
 
 def test_cases_are_those_asked_for():
     with pytest.raises(ValueError, match=r"op='softmax' is not known; pass one of bidirectional"):
-        resources.resource_cases(ops=["softmax"])
+        resource_cases(ops=["softmax"])
     with pytest.raises(ValueError, match=r"width=65 is not known; pass one of 64, 128, 256"):
-        resources.resource_cases(widths=[65])
+        resource_cases(widths=[65])
     with pytest.raises(ValueError, match=r"causal D=256 .*take another width"):
-        resources.resource_cases(ops=["causal"], widths=[256])
-    found = resources.resource_cases(ops=["causal", "decode"], widths=[128], dtypes=["float32"])
+        resource_cases(ops=["causal"], widths=[256])
+    found = resource_cases(ops=["causal", "decode"], widths=[128], dtypes=["float32"])
     assert [case.name for case in found] == ["decode D=128 float32"]
-    joint = ["near", *resources.NEAR_FAR, "block_causal"]
-    found = resources.resource_cases(ops=joint, widths=[128, 256], dtypes=["float32"])
+    joint = ["near", *NEAR_FAR, "block_causal"]
+    found = resource_cases(ops=joint, widths=[128, 256], dtypes=["float32"])
     assert [case.name for case in found] == ["near D=128 float32", "near_far_slots D=128 float32"]
-    found = resources.resource_cases(86, ops=["causal", "lln_diag"], widths=[64, 128])
+    found = resource_cases(86, ops=["causal", "lln_diag"], widths=[64, 128])
     kept = [f"{op} D=64 {dtype}" for op in ("lln_diag", "causal") for dtype in HALVES]
     assert [case.name for case in found] == [*kept, "causal D=64 float32"]
-    masked = resources.resource_cases(ops=["causal"], widths=[64], masked=True)
+    masked = resource_cases(ops=["causal"], widths=[64], masked=True)
     assert len(masked) == 3 and all(length % 4 for length in masked[0].lengths)
 
 
@@ -243,7 +244,7 @@ def test_every_kernel_fits_the_device_its_tiles_were_measured_on(
     written = set(re.findall(r"^def (\w+_kernel)\(", sources, flags=re.M))
     wide = {name for name in written if name.startswith("wide_")}  # in half precision alone
     never = (wide if ops is LARGEST else written - wide) - compiled
-    assert not never, f"no op of lln_study.bench.kernels.resources.OPS launches {sorted(never)}"
+    assert not never, f"no op of resource_cases.OPS launches {sorted(never)}"
 
 
 PROGRAMS = """
