@@ -13,7 +13,7 @@ from lln.baselines.base import Core, Layer
 from lln.ops.common.arguments import check_positive_int, no_autocast
 from lln.protocols import compute_dtype
 
-BATCHED_ON_CPU = 128  # rows of matrices
+BATCHED_ON_CPU = 128  # rows of the largest matrices that a CPU solves in batches
 
 
 class Read(NamedTuple):
